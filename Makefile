@@ -1,0 +1,35 @@
+# Two commands for a newcomer: `make train` and `make test`. Both set everything up on the first call.
+PYTHON := .venv/bin/python
+TENANTS ?= libero,maniskill
+ARGS ?=
+export MUJOCO_GL ?= osmesa
+
+.DEFAULT_GOAL := help
+.PHONY: help setup train test lint doctor lock clean
+
+help:  ## this list
+	@sed -n 's/^\([a-z]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 10
+
+setup:  ## Python 3.12, .venv, requirements.lock and system packages; does nothing when all is there
+	@bash scripts/setup.sh
+
+train: setup  ## the quickstart run (TENANTS=libero,maniskill; more overrides in ARGS="...")
+	$(PYTHON) train.py '+tenants=[$(TENANTS)]' $(ARGS)
+
+test: setup lint  ## lint, types, doctests and every test (ARGS="-m 'not sim'" for less)
+	$(PYTHON) -m pytest --doctest-modules nexus_lightning tests $(ARGS)
+
+lint: setup  ## ruff and pyright
+	.venv/bin/ruff check .
+	.venv/bin/pyright
+
+doctor: setup  ## what works on this machine, with the fix for what does not
+	$(PYTHON) scripts/doctor.py
+
+lock: setup  ## compile requirements.lock again from pyproject.toml (keeps the versions it can keep)
+	.venv/bin/uv pip compile pyproject.toml --all-extras --python-version 3.12 \
+		--python-platform x86_64-manylinux_2_28 --no-annotate --no-header --no-emit-index-url -q -o requirements.lock
+
+clean:  ## remove .venv, caches and build output (keeps outputs/ and data/)
+	rm -rf .venv .uv build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -not -path './.git/*' -prune -exec rm -rf {} +

@@ -1,0 +1,1 @@
+"""Simulators of the lab; each module is named by a `_target_` in `conf/tenant`."""

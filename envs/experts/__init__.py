@@ -1,0 +1,1 @@
+"""Scripted experts with privileged state, one module per simulator."""

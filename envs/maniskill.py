@@ -1,0 +1,231 @@
+"""ManiSkill 3 on the CPU: one PhysX scene per process, rendered by llvmpipe (or any Vulkan device)."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import numpy as np
+
+from nexus_lightning.simulator import Simulator, StepResult
+
+#: ManiSkill tasks carry no language: these are our instructions. Other tasks need ``instruction=``.
+INSTRUCTIONS = {
+    "PushCube-v1": "push the blue cube to the red and white target",
+    "PullCube-v1": "pull the blue cube to the red and white target",
+    "PickCube-v1": "pick up the red cube and move it to the goal",
+    "StackCube-v1": "stack the red cube on the green cube",
+    "PlaceSphere-v1": "place the blue sphere into the bin",
+    "LiftPegUpright-v1": "lift the peg and stand it upright",
+    "PegInsertionSide-v1": "insert the peg into the hole on the side of the box",
+    "PokeCube-v1": "poke the cube with the peg",
+    "PushT-v1": "push the T onto the target",
+    "RollBall-v1": "roll the ball to the target",
+}
+#: What ``obs="state"`` holds per task that no real robot could read off its sensors: list these as the schema's
+#: ``privileged``. The goal position is a command in PickCube, PushCube and PullCube, not a measurement.
+PRIVILEGED = {
+    "PushCube-v1": ("obj_pose",),
+    "PullCube-v1": ("obj_pose",),
+    "PickCube-v1": ("is_grasped", "obj_pose", "tcp_to_obj_pos", "obj_to_goal_pos"),
+    "StackCube-v1": ("cubeA_pose", "cubeB_pose", "tcp_to_cubeA_pos", "tcp_to_cubeB_pos", "cubeA_to_cubeB_pos"),
+}
+#: Length of the state vector per (task, obs) with the Panda arm.
+STATE_DIMS = {
+    ("PushCube-v1", "state"): 35,
+    ("PushCube-v1", "rgb"): 25,
+    ("PullCube-v1", "state"): 35,
+    ("PullCube-v1", "rgb"): 28,
+    ("PickCube-v1", "state"): 42,
+    ("PickCube-v1", "rgb"): 28,
+    ("StackCube-v1", "state"): 48,
+    ("StackCube-v1", "rgb"): 25,
+}
+#: Control rate of every task here, in Hz.
+CONTROL_HZ = 20.0
+HAND_CAMERA = "hand_camera"
+
+
+class ManiSkillSimulator(Simulator):
+    """A ManiSkill 3 task with one robot.
+
+    Actions (``pd_ee_delta_pose``, 7-D in [-1, 1]): +-1 moves the hand 0.1 m along x, y, z of the robot's root frame;
+    the three rotation components turn *against* their sign (the controller scales by the lower bound, -0.1 rad); gripper
+    +1 opens, -1 closes. Other control modes are ManiSkill's; those whose actions are not in [-1, 1] (``pd_joint_pos``,
+    ``pd_ee_pose``) are refused.
+
+    State: ``obs="rgb"`` is proprioception ``qpos, qvel, tcp_pose`` plus ``goal_pos`` where ManiSkill shows it to image
+    policies; ``"state"`` is ManiSkill's flat state with object poses, see :data:`PRIVILEGED`; ``"rgb+state"`` is the
+    flat state with images. Images are upright. In PickCube the goal is hidden in the images and only in ``goal_pos``.
+
+    Episodes: terminated at success (or at ManiSkill's ``fail``), truncated after ``horizon`` steps. Nothing is rendered
+    while stepping, only in :meth:`observe` (35 ms per camera on two CPU cores, against 1-4 ms for a step).
+
+    Args:
+        task: ManiSkill id, ``PushCube-v1`` ...
+        obs: what :meth:`observe` returns.
+        cameras: names of the cameras to render, those of the task or ``hand_camera``: the Panda's hand view, added to
+            the plain Panda because ManiSkill's own wrist-camera robot renders twice as slowly. Empty for ``state``.
+        image_size: pixels.
+        control_mode: of ManiSkill.
+        reward_mode: ``sparse`` (1 at success, else 0), ``normalized_dense`` ... A dense reward pays for staying alive,
+            so with termination at success it teaches a policy *not* to succeed: use it with ``success_bonus``.
+        horizon: steps until truncation.
+        robot_uids: of ManiSkill; the plain Panda where the task supports it.
+        success_bonus: added to the reward of the step that succeeds.
+        instruction: overrides :data:`INSTRUCTIONS`.
+        video_size: pixels of :meth:`render_frame`.
+    """
+
+    gripper = "open_positive"
+
+    def __init__(
+        self,
+        task: str,
+        obs: Literal["state", "rgb", "rgb+state"] = "state",
+        cameras: Sequence[str] = (),
+        image_size: int = 128,
+        control_mode: str = "pd_ee_delta_pose",
+        reward_mode: str = "sparse",
+        horizon: int = 50,
+        robot_uids: str | None = None,
+        success_bonus: float = 0.0,
+        instruction: str | None = None,
+        video_size: int = 256,
+    ) -> None:
+        if obs not in ("state", "rgb", "rgb+state"):
+            raise ValueError(f"obs={obs!r}: choose state, rgb or rgb+state")
+        if (obs == "state") == bool(cameras):
+            raise ValueError(f"obs={obs!r} with cameras={list(cameras)}: name cameras if and only if obs has rgb")
+        if instruction is None and task not in INSTRUCTIONS:
+            raise ValueError(f"task={task!r} has no instruction here: pass instruction=")
+        self.task, self.obs, self.control_mode = task, obs, control_mode
+        self.cameras, self.horizon, self.success_bonus = tuple(cameras), horizon, success_bonus
+        self.instruction = instruction or INSTRUCTIONS[task]
+        size = {"width": image_size, "height": image_size, "shader_pack": "minimal"}
+        self.env = _make(
+            task,
+            self.cameras,
+            robot_uids,
+            obs_mode=obs,
+            control_mode=control_mode,
+            reward_mode=reward_mode,
+            sensor_configs=size,
+            human_render_camera_configs={**size, "width": video_size, "height": video_size},
+        )
+        space = self.env.single_action_space
+        if not (np.all(space.low == -1) and np.all(space.high == 1)):
+            self.env.close()
+            raise ValueError(f"control_mode={control_mode!r}: its actions are not in [-1, 1]; use a pd_*_delta_* mode")
+
+    def reset(self, seed: int) -> None:
+        self.env.reset(seed=seed)
+        self._steps = 0
+
+    def step(self, action: np.ndarray) -> StepResult:
+        _, reward, terminated, _, info = self.env.step(action)
+        self._steps += 1
+        success, terminated = bool(info["success"]), bool(terminated)
+        return StepResult(
+            float(reward) + self.success_bonus * success,
+            success,
+            terminated,
+            not terminated and self._steps >= self.horizon,
+        )
+
+    def observe(self) -> dict[str, Any]:
+        obs = self.env.observe()
+        if self.obs == "state":
+            return self._view({}, obs)
+        images = {
+            c: np.ascontiguousarray(np.moveaxis(np.asarray(obs["sensor_data"][c]["rgb"])[0], -1, 0))
+            for c in self.cameras
+        }
+        if self.obs == "rgb+state":
+            return self._view(images, obs["state"])
+        parts = [obs["agent"]["qpos"], obs["agent"]["qvel"], obs["extra"]["tcp_pose"]]
+        if "goal_pos" in obs["extra"]:
+            parts.append(obs["extra"]["goal_pos"])
+        return self._view(images, np.concatenate([np.asarray(p).reshape(-1) for p in parts]))
+
+    def render_frame(self) -> np.ndarray:
+        return np.asarray(self.env.render_rgb_array())[0].astype(np.uint8)
+
+    def close(self) -> None:
+        self.env.close()
+
+    def _view(self, images: dict[str, np.ndarray], state: Any) -> dict[str, Any]:
+        return {
+            "image": images,
+            "state": np.asarray(state, dtype=np.float32).reshape(-1),
+            "instruction": self.instruction,
+        }
+
+
+def _make(task: str, cameras: tuple[str, ...], robot_uids: str | None, **kwargs: Any) -> Any:
+    """ManiSkill's environment with exactly ``cameras`` as sensors. Bypasses ``gym.make``: no wrapper, no registration,
+    no question on stdin about assets."""
+    # ManiSkill warns at each construction about initial poses inside its own tasks.
+    logging.getLogger("mani_skill").setLevel(logging.ERROR)
+    try:
+        import mani_skill.envs  # noqa: F401  (registers the tasks)
+        import sapien
+        from mani_skill.sensors.camera import CameraConfig, parse_camera_configs
+        from mani_skill.utils import assets
+        from mani_skill.utils.registration import REGISTERED_ENVS
+    except ImportError as error:
+        raise ImportError("ManiSkill is not installed: pip install 'nexus-lightning[maniskill]'") from error
+
+    if task not in REGISTERED_ENVS:
+        raise ValueError(f"task={task!r}: ManiSkill has no such task; for example {', '.join(INSTRUCTIONS)}")
+    spec = REGISTERED_ENVS[task]
+    needed = [
+        source
+        for asset in spec.asset_download_ids or []
+        for source in (
+            assets.expand_data_group_into_individual_data_source_ids(asset) if asset in assets.DATA_GROUPS else [asset]
+        )
+    ]
+    missing = [source for source in needed if not assets.is_data_source_downloaded(source)]
+    if missing:
+        lines = "; ".join(f"python -m mani_skill.utils.download_asset {source}" for source in missing[:5])
+        raise RuntimeError(f"task={task!r} needs assets that are not here: {lines}")
+
+    class Scene(spec.cls):
+        # ManiSkill renders every sensor inside step and reset, through get_obs: they get nothing, observe() gets it all.
+        def get_obs(self, info=None, unflattened=False):
+            return {}
+
+        def observe(self):
+            return super().get_obs()
+
+        def _flatten_raw_obs(self, obs):
+            return super()._flatten_raw_obs(obs) if obs else obs
+
+        @property
+        def _default_sensor_configs(self):
+            available = parse_camera_configs(super()._default_sensor_configs)
+            if HAND_CAMERA in cameras and "panda_hand" in self.agent.robot.links_map:
+                pose = sapien.Pose([0.0464982, -0.0200011, 0.0360011], [0, 0.70710678, 0, 0.70710678])
+                mount = self.agent.robot.links_map["panda_hand"]
+                available[HAND_CAMERA] = CameraConfig(HAND_CAMERA, pose, 128, 128, np.pi / 2, 0.01, 100, mount=mount)
+            unknown = [c for c in cameras if c not in available]
+            if unknown:
+                choices = ", ".join(dict.fromkeys([*available, HAND_CAMERA]))
+                raise ValueError(f"cameras={list(cameras)}: {task} has no {unknown[0]!r}; choose from {choices}")
+            return [available[c] for c in cameras]
+
+    if robot_uids is None and "panda" in spec.cls.SUPPORTED_ROBOTS and "so100" not in task.lower():
+        robot_uids = "panda"
+    kwargs = {**spec.default_kwargs, **kwargs, **({"robot_uids": robot_uids} if robot_uids else {})}
+    try:
+        return Scene(num_envs=1, sim_backend="physx_cpu", render_backend="cpu", **kwargs)
+    except RuntimeError as error:
+        if any(word in str(error).lower() for word in ("vk::", "vulkan", "render")):
+            raise RuntimeError(
+                f"SAPIEN found no Vulkan device it can use ({error}). Without a GPU install Mesa's llvmpipe 23.1 or "
+                "newer: apt-get install mesa-vulkan-drivers libvulkan1 (on Debian 12 from bookworm-backports); "
+                "run scripts/doctor.py to check"
+            ) from error
+        raise

@@ -1,0 +1,91 @@
+"""TorchRL's toy VLA environment in tracking mode: seconds on a CPU, with a known ceiling and floor."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from torchrl.envs.custom import ToyVLAEnv
+
+from nexus_lightning.simulator import Simulator, StepResult
+
+#: What the state holds beyond proprioception.
+PRIVILEGED = ("target_action",)
+INSTRUCTION = "move to the green target and stay there"
+
+
+class ToySimulator(Simulator):
+    """Hold the last action within ``success_tol`` of a hidden-per-episode target for ``success_steps`` steps.
+
+    An oracle that copies the target out of the state always succeeds in ``success_steps`` steps; random actions almost
+    never do. Terminated at success, truncated at ``horizon``. Light: use ``SimulatorEnv(inline=True)``.
+
+    State ``[2 * action_dim]``: last executed action, target (see :data:`PRIVILEGED`). The camera ``camera`` shows the
+    first two dims of both: last action red, target green.
+
+    Args:
+        action_dim: length of an action, in [-1, 1]; targets lie in [-0.5, 0.5].
+        success_steps: consecutive steps within the tolerance.
+        success_tol: per-dim tolerance.
+        horizon: control steps until truncation.
+        reward: ``success`` (1 at success, else 0) or ``tracking`` (minus the distance to the target, each step, so
+            that finishing early pays).
+        cameras: ``("camera",)`` or ``()``.
+        image_size: pixels.
+
+    Example:
+        >>> sim = ToySimulator(); sim.reset(seed=1)
+        >>> target = sim.observe()["state"][2:]
+        >>> sim.step(target).success, sim.step(target).success
+        (False, True)
+    """
+
+    gripper = "none"
+
+    def __init__(
+        self,
+        action_dim: int = 2,
+        success_steps: int = 2,
+        success_tol: float = 0.25,
+        horizon: int = 12,
+        reward: Literal["success", "tracking"] = "success",
+        cameras: Sequence[str] = ("camera",),
+        image_size: int = 32,
+    ) -> None:
+        if reward not in ("success", "tracking"):
+            raise ValueError(f"reward={reward!r}: choose success or tracking")
+        if tuple(cameras) not in ((), ("camera",)):
+            raise ValueError(f"cameras={list(cameras)}: the toy simulator has one, 'camera'")
+        self.horizon, self.reward, self.cameras = horizon, reward, tuple(cameras)
+        self._env = ToyVLAEnv(
+            action_dim,
+            state_dim=2 * action_dim,
+            image_shape=(3, 1, 1),  # the random image of ToyVLAEnv is not used, its rendered scene is
+            instruction=INSTRUCTION,
+            from_pixels=bool(self.cameras),
+            render_size=image_size,
+            success_steps=success_steps,
+            success_tol=success_tol,
+        )
+
+    def reset(self, seed: int) -> None:
+        self._env._set_seed(seed)  # the public set_seed also seeds torch's global generator, which is not ours
+        self._td = self._env.reset()
+        self._steps = 0
+
+    def step(self, action: np.ndarray) -> StepResult:
+        self._td["action"] = torch.as_tensor(action, dtype=torch.float32)
+        self._td = self._env.step(self._td)["next"]
+        self._steps += 1
+        success = bool(self._td["success"])
+        reward = float(success) if self.reward == "success" else float(self._td["reward"])
+        return StepResult(reward, success, success, not success and self._steps >= self.horizon)
+
+    def observe(self) -> dict[str, Any]:
+        images = {"camera": self._td["pixels"].permute(2, 0, 1).numpy()} if self.cameras else {}
+        return {"image": images, "state": self._td["observation", "state"].numpy(), "instruction": INSTRUCTION}
+
+    def render_frame(self) -> np.ndarray:
+        return self._env._render(self._td["observation", "state"]).numpy()

@@ -1,0 +1,1 @@
+"""Trainable action heads; each module holds one :class:`nexus_lightning.head.ActionHead`."""

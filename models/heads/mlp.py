@@ -1,0 +1,194 @@
+"""A chunked MLP head with learned spatial pooling: regression for SFT, Gaussian policy and critic for RL.
+
+Shape suffixes: B samples, L tokens, D token width, K keypoints, S state dims, T chunk, A action dims.
+
+::
+
+    image tokens [B,L,D] --1x1--> K maps --soft-argmax--> (x, y) and maximum of each --+
+    text tokens  [B,L,D] --masked mean--> linear --------------------------------------+--> MLP --> chunk [B,T,A]
+    state [B,S] -----------------------------------------------------------------------+
+
+A global average over an image loses where things are; keypoints (deep spatial autoencoders, Finn et al. 2016,
+arXiv 1509.06113) keep it and stay cheap on a CPU.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from tensordict import TensorDict
+from torch import Tensor, nn
+from torch.distributions import Normal
+
+from nexus_lightning.backbone import FeatureSegment, FeatureSpec, VLAFeature
+from nexus_lightning.head import ActionHead
+from nexus_lightning.schema import TenantSchema
+
+ACTIVATIONS = {"silu": nn.SiLU, "tanh": nn.Tanh}
+LOSSES = {"l1": F.l1_loss, "l2": F.mse_loss, "smooth_l1": F.smooth_l1_loss}
+#: Sharpness of the spatial softmax.
+KEYPOINT_TEMPERATURE = 3.0
+#: Range of the learned log standard deviation (0.0067 to 1.65 in normalised action units).
+LOG_STD_RANGE = (-5.0, 0.5)
+
+
+class ChunkMLPHead(ActionHead):
+    """MLP on pooled features and state; see the module docstring.
+
+    The critic (:attr:`value_head`) has its own pooling and MLP, so actor and critic gradients never mix.
+
+    Args:
+        feature_spec: of the backbone, kind ``tokens``.
+        schema: of the tenant.
+        hidden_dim: width of the hidden layers of actor and critic.
+        num_layers: hidden layers of each.
+        activation: ``silu`` or ``tanh`` (smoother policies for PPO).
+        num_keypoints: keypoints per image.
+        text_dim: width to which a non-spatial segment is projected (many tenants have one text: keep it small).
+        use_features: False ignores the features: for tenants whose state says everything.
+        loss: ``l1``, ``l2`` or ``smooth_l1``.
+        state_noise: standard deviation of Gaussian noise on the normalised state in :meth:`loss`, training mode only.
+        log_std_init: initial log standard deviation of the Gaussian policy.
+
+    Raises:
+        ValueError: an option is none of its choices.
+    """
+
+    reads = ("tokens",)
+    supports_rl = True
+
+    def __init__(
+        self,
+        feature_spec: FeatureSpec,
+        schema: TenantSchema,
+        hidden_dim: int = 256,
+        num_layers: int = 2,
+        activation: Literal["silu", "tanh"] = "silu",
+        num_keypoints: int = 24,
+        text_dim: int = 16,
+        use_features: bool = True,
+        loss: Literal["l1", "l2", "smooth_l1"] = "l1",
+        state_noise: float = 0.02,
+        log_std_init: float = -1.6,
+    ) -> None:
+        super().__init__(feature_spec, schema)
+        for key, value, choices in (("activation", activation, ACTIVATIONS), ("loss", loss, LOSSES)):
+            if value not in choices:
+                raise ValueError(f"{key}={value!r}: choose one of {', '.join(choices)}")
+        if not LOG_STD_RANGE[0] <= log_std_init <= LOG_STD_RANGE[1]:
+            raise ValueError(f"log_std_init={log_std_init}: must be within {LOG_STD_RANGE}")
+        self.loss_name = loss
+        self.state_noise = state_noise
+        segments = feature_spec.segments if use_features else ()
+
+        def network(out_dim: int) -> _PooledMLP:
+            return _PooledMLP(
+                segments, schema.state_dim, out_dim, hidden_dim, num_layers, activation, num_keypoints, text_dim
+            )
+
+        self.actor = network(schema.chunk * schema.action_dim)
+        self.log_std = nn.Parameter(torch.full((schema.chunk, schema.action_dim), float(log_std_init)))
+        self.value_head = network(1)
+
+    def loss(self, features: VLAFeature, state: Tensor, actions: Tensor, is_pad: Tensor) -> dict[str, Tensor]:
+        """Regression of the chunk; see :meth:`ActionHead.loss`. Metrics: ``l1``, the mean absolute error."""
+        if self.training and self.state_noise:
+            state = state + self.state_noise * torch.randn_like(state)
+        predicted_BTA = self._chunk(features, state)
+        valid_BT1 = ~is_pad.unsqueeze(-1)
+        # A padded step's target is the prediction itself: no loss, no gradient, whatever the padding holds.
+        target_BTA = torch.where(valid_BT1, actions, predicted_BTA.detach())
+        num_valid = (valid_BT1.sum() * actions.shape[-1]).clamp(min=1)
+        total = LOSSES[self.loss_name](predicted_BTA, target_BTA, reduction="sum")
+        return {
+            "loss": total / num_valid,
+            "l1": (predicted_BTA.detach() - target_BTA).abs().sum() / num_valid,
+        }
+
+    def act(self, features: VLAFeature, state: Tensor, noise: Tensor | None = None) -> TensorDict:
+        """Mean chunk, or ``mean + std * noise``; see :meth:`ActionHead.act`."""
+        dist = self.get_dist(features, state)
+        chunk = dist.loc if noise is None else dist.loc + dist.scale * noise
+        return TensorDict(
+            {"chunk": chunk, "log_probs": dist.log_prob(chunk), "state_value": self.value(features, state)},
+            batch_size=[len(state)],
+        )
+
+    def get_dist(self, features: VLAFeature, state: Tensor) -> Normal:
+        """See :meth:`ActionHead.get_dist`; the standard deviation does not depend on the observation."""
+        loc = self._chunk(features, state)
+        # validate_args synchronises with the device on every call.
+        return Normal(loc, self.log_std.clamp(*LOG_STD_RANGE).exp().expand_as(loc), validate_args=False)
+
+    def value(self, features: VLAFeature, state: Tensor) -> Tensor:
+        """See :meth:`ActionHead.value`."""
+        return self.value_head(features, state)
+
+    def _chunk(self, features: VLAFeature, state: Tensor) -> Tensor:
+        return self.actor(features, state).unflatten(-1, (self.schema.chunk, self.schema.action_dim))
+
+
+class _PooledMLP(nn.Module):
+    """Pool every segment, append the state, MLP: ``[B, out_dim]``."""
+
+    def __init__(
+        self,
+        segments: tuple[FeatureSegment, ...],
+        state_dim: int,
+        out_dim: int,
+        hidden_dim: int,
+        num_layers: int,
+        activation: str,
+        num_keypoints: int,
+        text_dim: int,
+    ) -> None:
+        super().__init__()
+        self.pools = nn.ModuleDict(
+            {
+                segment.name: _KeypointPool(segment.dim, segment.grid, num_keypoints)
+                if segment.grid
+                else _MeanPool(segment.dim, text_dim)
+                for segment in segments
+            }
+        )
+        width = state_dim + sum(3 * num_keypoints if segment.grid else text_dim for segment in segments)
+        layers: list[nn.Module] = []
+        for _ in range(num_layers):
+            layers += [nn.Linear(width, hidden_dim), ACTIVATIONS[activation]()]
+            width = hidden_dim
+        self.mlp = nn.Sequential(*layers, nn.Linear(width, out_dim))
+
+    def forward(self, features: VLAFeature, state: Tensor) -> Tensor:
+        pooled = [pool(features.tokens[name], features.mask[name]) for name, pool in self.pools.items()]
+        return self.mlp(torch.cat([*pooled, state], dim=-1))
+
+
+class _KeypointPool(nn.Module):
+    """Grid tokens ``[B, L, D]`` -> ``[B, 3 * K]``: soft-argmax (y, x) in [-1, 1] of K learned maps and their maxima."""
+
+    def __init__(self, dim: int, grid: tuple[int, int], num_keypoints: int) -> None:
+        super().__init__()
+        self.to_maps = nn.Linear(dim, num_keypoints)
+        rows, cols = (torch.linspace(-1, 1, n) for n in grid)
+        self.register_buffer("cells", torch.cartesian_prod(rows, cols), persistent=False)
+
+    def forward(self, tokens_BLD: Tensor, mask_BL: Tensor) -> Tensor:
+        maps_BKL = self.to_maps(tokens_BLD.to(self.to_maps.weight.dtype)).transpose(1, 2).contiguous()
+        maps_BKL = maps_BKL.masked_fill(~mask_BL.unsqueeze(1), torch.finfo(maps_BKL.dtype).min / KEYPOINT_TEMPERATURE)
+        places_BK2 = (KEYPOINT_TEMPERATURE * maps_BKL).softmax(-1) @ self.cells
+        return torch.cat([places_BK2.flatten(1), maps_BKL.amax(-1)], dim=-1)
+
+
+class _MeanPool(nn.Module):
+    """Tokens ``[B, L, D]`` -> a projection ``[B, out_dim]`` of their masked mean."""
+
+    def __init__(self, dim: int, out_dim: int) -> None:
+        super().__init__()
+        self.project = nn.Linear(dim, out_dim)
+
+    def forward(self, tokens_BLD: Tensor, mask_BL: Tensor) -> Tensor:
+        weight_BL1 = mask_BL.unsqueeze(-1).to(self.project.weight.dtype)
+        mean_BD = (tokens_BLD * weight_BL1).sum(1) / weight_BL1.sum(1).clamp(min=1)
+        return self.project(mean_BD)

@@ -1,0 +1,521 @@
+"""Typed schema of ``conf/`` and whole-config validation before anything is built.
+
+YAML holds values and their comments, this file holds names and types. ``register_configs`` puts the root dataclass into
+Hydra's ConfigStore, so unknown keys and wrong types fail at composition with the full key; :func:`validate` finds
+everything else (missing values, impossible schemas, unknown head arguments, absent packages and datasets, camera
+mismatches) and lists all of it in one :class:`ConfigError`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import inspect
+import json
+import re
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field, fields, is_dataclass
+from pathlib import Path
+from typing import Any, Optional
+
+from hydra.core.config_store import ConfigStore
+from hydra.utils import get_class
+from omegaconf import MISSING, DictConfig, OmegaConf
+
+from nexus_lightning.schema import TenantSchema
+
+TASKS = ("sft", "rl")
+#: Keys of a head's YAML that configure its optimizer; the rest are arguments of the head class.
+OPTIMIZER_KEYS = ("lr", "value_lr", "weight_decay", "betas", "grad_clip_norm", "lr_schedule", "warmup_steps")
+LR_SCHEDULES = ("constant", "cosine")
+TENANT_NAME = re.compile(r"^[A-Za-z][A-Za-z0-9_-]{0,63}$")
+
+
+class ConfigError(ValueError):
+    """Everything that is wrong with a configuration, one line each."""
+
+    def __init__(self, problems: list[str]) -> None:
+        self.problems = problems
+        super().__init__("the configuration cannot run:\n" + "\n".join(f"  - {p}" for p in problems))
+
+
+@dataclass
+class SchemaConfig:
+    """See :class:`nexus_lightning.schema.TenantSchema` for units and meaning."""
+
+    state_dim: int = MISSING
+    action_dim: int = MISSING
+    chunk: int = MISSING
+    execute: int = MISSING
+    cameras: list[str] = field(default_factory=list)
+    image_size: int = 128
+    image_orientation: str = "upright"
+    control_hz: float = 20.0
+    action_convention: str = "delta"
+    rotation: str = "axis_angle"
+    gripper: str = "open_positive"
+    gripper_index: int = -1
+    state_normalization: str = "mean_std"
+    action_normalization: str = "identity"
+    privileged: list[str] = field(default_factory=list)
+    state_names: list[str] = field(default_factory=list)
+    action_names: list[str] = field(default_factory=list)
+
+
+@dataclass
+class RecordConfig:
+    """How to record the dataset with a scripted expert when it is not there yet."""
+
+    expert: str = MISSING  # dotted path of a function: simulator -> iterator of native actions
+    episodes: int = MISSING  # successful episodes to keep
+    first_seed: int = 1000  # seeds first_seed, first_seed + 1, ...: keep them apart from the evaluation's
+    workers: int = 2  # simulator processes
+
+
+@dataclass
+class DatasetConfig:
+    """A LeRobotDataset v3: a hub name, a local folder, or one recorded on first use."""
+
+    repo_id: str = MISSING
+    root: Optional[str] = None  # local folder; null: the hub cache, or <data_dir>/demos/... when `record` is set
+    record: Optional[RecordConfig] = None
+    episodes: Optional[int] = None  # use only the first n episodes
+    camera_keys: dict[str, str] = field(default_factory=dict)  # schema camera -> dataset key, where they differ
+    batch_size: int = 64  # samples per optimizer step
+    batches_per_job: int = 8  # optimizer steps per training job
+    cache_features: bool = True  # encode each frame once and keep the features in memory
+    max_cache_gb: float = 4.0  # refuse a larger feature cache
+
+
+@dataclass
+class EnvironmentConfig:
+    simulator: dict[str, Any] = MISSING  # `_target_` of a Simulator and its arguments
+    num_envs: int = 2  # simulators for rollouts, one process each
+    inline: bool = False  # run light simulators inside this process
+
+
+@dataclass
+class AlgorithmConfig:
+    """PPO on chunks (torchrl.objectives.ClipPPOLoss)."""
+
+    name: str = "ppo"
+    chunks_per_job: int = MISSING  # policy decisions per simulator and training job
+    epochs: int = 4
+    minibatch_size: int = 64
+    gamma: float = 0.99  # per chunk
+    gae_lambda: float = 0.95
+    clip_epsilon: float = 0.2
+    entropy_coef: float = 0.0
+    critic_coef: float = 0.5
+    value_warmup_jobs: int = 0  # train only the critic for this many jobs
+    log_prob: str = "sum"  # over the executed actions and dims of a chunk: sum | mean
+
+
+@dataclass
+class EvalConfig:
+    every_n_jobs: Optional[int] = None  # null: only at the start and the end of the run
+    episodes: int = 20
+    first_seed: int = 0  # (task, seed) pairs first_seed ... first_seed + episodes - 1, each counted once
+    num_envs: int = 1  # simulators of an SFT tenant's evaluation; an RL tenant evaluates on its rollout simulators
+    at_start: bool = True
+    video: bool = True  # the last evaluation's first episode as <run>/videos/<tenant>.mp4
+
+
+@dataclass
+class InitFromConfig:
+    """Start from a payload; made first from `recipe` (a whole tenant) when it does not exist."""
+
+    path: Optional[str] = None  # payload or tenant folder; null: <data_dir>/payloads/... (needs recipe)
+    recipe: Any = None
+
+
+@dataclass
+class TenantConfig:
+    task: str = MISSING
+    schema: SchemaConfig = field(default_factory=SchemaConfig)
+    head: Any = MISSING  # `_target_`, its arguments and the optimizer keys; or the name of a file in conf/head
+    dataset: Optional[DatasetConfig] = None
+    environment: Optional[EnvironmentConfig] = None
+    algorithm: Optional[AlgorithmConfig] = None
+    eval: EvalConfig = field(default_factory=EvalConfig)
+    init_from: Optional[InitFromConfig] = None
+    target_jobs: Optional[int] = None  # the tenant is done after this many completed jobs
+    priority: int = 0  # higher is leased first
+    weight: float = 1.0  # fair share between tenants of one priority
+    max_in_flight: int = 2  # admitted jobs that are not finished yet
+    max_policy_staleness: Optional[int] = None  # RL: versions; older rollouts are dropped
+    seed: Optional[int] = None  # null: derived from the run's seed and the tenant's name
+
+
+@dataclass
+class TrainingQueueConfig:
+    max_gb_per_tenant: float = 2.0  # partitions of one tenant; producers wait beyond it
+    lease_deadline_s: float = 600.0  # a leased job that is not finished by then goes back
+
+
+@dataclass
+class InferenceQueueConfig:
+    max_batch_size: int = 64  # requests per batch at most (B)
+    min_batch_size: int = 1  # fire as soon as this many wait ...
+    timeout_s: float = 0.002  # ... or the first one has waited this long (T)
+
+
+@dataclass
+class QueuesConfig:
+    training: TrainingQueueConfig = field(default_factory=TrainingQueueConfig)
+    inference: InferenceQueueConfig = field(default_factory=InferenceQueueConfig)
+
+
+@dataclass
+class PlacementConfig:
+    accelerator: str = "auto"
+    devices: int = 1
+    precision: str = "32-true"
+    torch_threads: Optional[int] = None  # intra-op threads of this process; null: torch's default
+
+
+@dataclass
+class TrainerConfig:
+    max_jobs: Optional[int] = None  # completed training jobs of all tenants
+    max_time: Optional[str] = None  # DD:HH:MM:SS, as Lightning's
+    jobs_per_round: int = 10  # one Lightning "epoch"
+    checkpoint_every_n_jobs: int = 20
+    keep_payloads: int = 2  # versions kept per tenant
+    fast_dev_run: bool = False  # one job and one evaluation episode per tenant
+    deterministic: bool = False
+    enable_progress_bar: bool = True
+
+
+@dataclass
+class NexusConfig:
+    tenants: dict[str, TenantConfig] = field(default_factory=dict)
+    backbone: Any = MISSING
+    queues: QueuesConfig = field(default_factory=QueuesConfig)
+    placement: PlacementConfig = field(default_factory=PlacementConfig)
+    trainer: TrainerConfig = field(default_factory=TrainerConfig)
+    logger: Any = MISSING
+    seed: int = 0
+    ckpt_path: Optional[str] = None  # `last`, a run folder, or a .ckpt file
+    run_name: Optional[str] = None
+    output_dir: str = "outputs"
+    data_dir: str = "data"  # recorded demonstrations and starting payloads
+
+
+def register_configs() -> None:
+    """Store the root schema for Hydra (idempotent)."""
+    ConfigStore.instance().store(name="nexus_config", node=NexusConfig)
+
+
+def to_config(cfg: DictConfig, head_dir: Path | None = None) -> NexusConfig:
+    """Composed Hydra config -> typed objects.
+
+    A head given by name (``tenants.libero.head=flow_matching``) is read from ``head_dir/<name>.yaml``.
+
+    Raises:
+        ConfigError: a ``???`` value was not given, or a head file does not exist; all listed.
+    """
+    cfg = cfg.copy()
+    problems = []
+    for name in cfg.tenants:
+        tenant = cfg.tenants[name]
+        if OmegaConf.is_missing(tenant, "head") or not isinstance(tenant.head, str):
+            continue
+        file = (head_dir or Path("conf/head")) / f"{tenant.head}.yaml"
+        if file.is_file():
+            tenant.head = OmegaConf.load(file)
+        else:
+            choices = ", ".join(sorted(p.stem for p in file.parent.glob("*.yaml")))
+            problems.append(f"tenants.{name}.head={tenant.head}: no such head; choose one of {choices}")
+    for key in sorted(OmegaConf.missing_keys(cfg)):
+        problems.append(f"{key}: a value is required")
+    if problems:
+        raise ConfigError(problems)
+    config = OmegaConf.to_object(cfg)
+    assert isinstance(config, NexusConfig)
+    return config
+
+
+def tenant_from_dict(values: Any, key: str) -> TenantConfig:
+    """A plain mapping (an ``init_from.recipe``) -> TenantConfig, with the same checks as the tenants of the run."""
+    cfg = OmegaConf.merge(OmegaConf.structured(TenantConfig), OmegaConf.create(values))
+    missing = sorted(OmegaConf.missing_keys(cfg))
+    if missing:
+        raise ConfigError([f"{key}.{m}: a value is required" for m in missing])
+    tenant = OmegaConf.to_object(cfg)
+    assert isinstance(tenant, TenantConfig)
+    return tenant
+
+
+def schema_of(config: SchemaConfig) -> TenantSchema:
+    return TenantSchema(**asdict(config))  # type: ignore[arg-type]
+
+
+def split_head(head: dict[str, Any]) -> tuple[str, dict[str, Any], dict[str, Any]]:
+    """Head YAML -> (``_target_``, class arguments, optimizer settings)."""
+    arguments = {k: v for k, v in head.items() if k != "_target_" and k not in OPTIMIZER_KEYS}
+    return head["_target_"], arguments, {k: head[k] for k in OPTIMIZER_KEYS if k in head}
+
+
+def digest_of(value: Any) -> str:
+    """Short stable hash of a config fragment (folder names of recorded data and prepared payloads)."""
+    plain = asdict(value) if is_dataclass(value) and not isinstance(value, type) else value
+    return hashlib.sha256(json.dumps(plain, sort_keys=True, default=str).encode()).hexdigest()[:10]
+
+
+def dataset_root(tenant: TenantConfig, data_dir: str) -> Path | None:
+    """Folder of the tenant's dataset; None when the hub cache decides."""
+    dataset = tenant.dataset
+    assert dataset is not None
+    if dataset.root is not None:
+        return Path(dataset.root)
+    if dataset.record is None:
+        return None
+    assert tenant.environment is not None
+    record = {k: v for k, v in asdict(dataset.record).items() if k != "workers"}
+    identity = digest_of({"record": record, "simulator": tenant.environment.simulator, "schema": asdict(tenant.schema)})
+    return Path(data_dir) / "demos" / f"{dataset.repo_id.replace('/', '_')}-{identity}"
+
+
+# ------------------------------------------------------------------------------------------------------- validation
+
+
+def validate(config: NexusConfig) -> None:
+    """Check everything that can be checked without building anything.
+
+    Raises:
+        ConfigError: with every problem found.
+    """
+    problems: list[str] = []
+    if not config.tenants:
+        problems.append("tenants: none given; for example '+tenants=[libero,maniskill]'")
+    _check_class(config.backbone, "backbone", problems)
+    lowered: dict[str, str] = {}
+    for name, tenant in config.tenants.items():
+        other = lowered.setdefault(name.lower(), name)
+        if other != name:
+            problems.append(f"tenants.{name}: differs from tenants.{other} only in case; choose another name")
+        problems += _tenant_problems(f"tenants.{name}", name, tenant, config)
+    if config.placement.precision not in ("32-true", "bf16-true", "bf16-mixed", "64-true"):
+        problems.append(
+            f"placement.precision={config.placement.precision}: use 32-true, bf16-true, bf16-mixed or 64-true "
+            "(16-mixed shares one gradient scaler between tenants)"
+        )
+    if config.placement.devices != 1:
+        problems.append(f"placement.devices={config.placement.devices}: only 1 is supported so far")
+    trainer = config.trainer
+    for key in ("jobs_per_round", "checkpoint_every_n_jobs", "keep_payloads"):
+        if getattr(trainer, key) < 1:
+            problems.append(f"trainer.{key}={getattr(trainer, key)}: must be at least 1")
+    unbounded = [n for n, t in config.tenants.items() if t.target_jobs is None]
+    if unbounded and trainer.max_jobs is None and trainer.max_time is None and not trainer.fast_dev_run:
+        problems.append(
+            f"nothing ends this run: set trainer.max_jobs, trainer.max_time or tenants.{unbounded[0]}.target_jobs"
+        )
+    if problems:
+        raise ConfigError(problems)
+
+
+def _tenant_problems(key: str, name: str, tenant: TenantConfig, config: NexusConfig) -> list[str]:
+    problems: list[str] = []
+    if not TENANT_NAME.match(name):
+        problems.append(f"{key}: name must start with a letter and hold only letters, digits, _ and - (64 at most)")
+    if tenant.task not in TASKS:
+        problems.append(f"{key}.task={tenant.task}: choose one of {', '.join(TASKS)}")
+    schema = schema_of(tenant.schema)
+    problems += [f"{key}.schema.{p}" for p in schema.problems()]
+    problems += _head_problems(key, tenant)
+    for field_name in ("max_in_flight",):
+        if getattr(tenant, field_name) < 1:
+            problems.append(f"{key}.{field_name}={getattr(tenant, field_name)}: must be at least 1")
+    if tenant.target_jobs is not None and tenant.target_jobs < 1:
+        problems.append(f"{key}.target_jobs={tenant.target_jobs}: must be at least 1, or null")
+    if tenant.weight <= 0:
+        problems.append(f"{key}.weight={tenant.weight}: must be positive")
+    if tenant.environment is not None:
+        problems += _environment_problems(key, tenant)
+    if tenant.task == "sft":
+        problems += _sft_problems(key, tenant, schema, config)
+    if tenant.task == "rl":
+        problems += _rl_problems(key, tenant)
+    if tenant.eval.episodes < 1 or tenant.eval.num_envs < 1:
+        problems.append(f"{key}.eval: episodes and num_envs must be at least 1")
+    if tenant.eval.every_n_jobs is not None and tenant.eval.every_n_jobs < 1:
+        problems.append(f"{key}.eval.every_n_jobs={tenant.eval.every_n_jobs}: must be at least 1, or null")
+    if tenant.init_from is not None:
+        problems += _init_problems(key, tenant, config)
+    return problems
+
+
+def _head_problems(key: str, tenant: TenantConfig) -> list[str]:
+    problems: list[str] = []
+    if not isinstance(tenant.head, dict):
+        return [f"{key}.head={tenant.head!r}: must be a mapping with `_target_`"]
+    cls = _check_class(tenant.head, f"{key}.head", problems, skip=OPTIMIZER_KEYS, given=("feature_spec", "schema"))
+    lr = tenant.head.get("lr")
+    if not isinstance(lr, int | float) or lr <= 0:
+        problems.append(f"{key}.head.lr={lr!r}: a positive learning rate is required")
+    schedule = tenant.head.get("lr_schedule", "constant")
+    if schedule not in LR_SCHEDULES:
+        problems.append(f"{key}.head.lr_schedule={schedule}: choose one of {', '.join(LR_SCHEDULES)}")
+    if schedule == "cosine" and (tenant.target_jobs is None or tenant.task != "sft"):
+        problems.append(
+            f"{key}.head.lr_schedule=cosine: needs task sft and {key}.target_jobs, which say how many steps there are"
+        )
+    if cls is not None and tenant.task == "rl" and not getattr(cls, "supports_rl", False):
+        problems.append(f"{key}.head={cls.__name__}: has no log-probabilities, so it cannot train by rl; use mlp")
+    return problems
+
+
+def _environment_problems(key: str, tenant: TenantConfig) -> list[str]:
+    problems: list[str] = []
+    environment = tenant.environment
+    assert environment is not None
+    cls = _check_class(environment.simulator, f"{key}.environment.simulator", problems)
+    if environment.num_envs < 1:
+        problems.append(f"{key}.environment.num_envs={environment.num_envs}: must be at least 1")
+    if cls is None:
+        return problems
+    for package, extra in getattr(cls, "requires", {}).items():
+        if importlib.util.find_spec(package) is None:
+            problems.append(
+                f"{key}.environment.simulator: package {package} is missing; pip install 'nexus-lightning[{extra}]'"
+            )
+    gripper = getattr(cls, "gripper", tenant.schema.gripper)
+    if gripper != tenant.schema.gripper:
+        problems.append(f"{key}.schema.gripper={tenant.schema.gripper}: {cls.__name__} uses {gripper}")
+    cameras = environment.simulator.get("cameras")
+    if cameras is not None and list(cameras) != list(tenant.schema.cameras):
+        problems.append(
+            f"{key}.environment.simulator.cameras={list(cameras)}: differs from {key}.schema.cameras="
+            f"{list(tenant.schema.cameras)}; names and order must agree"
+        )
+    size = environment.simulator.get("image_size")
+    if tenant.schema.cameras and size is not None and size != tenant.schema.image_size:
+        problems.append(
+            f"{key}.environment.simulator.image_size={size}: differs from {key}.schema.image_size="
+            f"{tenant.schema.image_size}"
+        )
+    return problems
+
+
+def _sft_problems(key: str, tenant: TenantConfig, schema: TenantSchema, config: NexusConfig) -> list[str]:
+    if tenant.dataset is None:
+        return [f"{key}.dataset: task sft needs a dataset"]
+    problems = []
+    dataset = tenant.dataset
+    if importlib.util.find_spec("lerobot") is None:
+        problems.append(f"{key}.dataset: package lerobot is missing; pip install 'nexus-lightning[lerobot]'")
+    if tenant.algorithm is not None:
+        problems.append(f"{key}.algorithm: task sft has none; remove it or set {key}.task=rl")
+    for name in ("batch_size", "batches_per_job"):
+        if getattr(dataset, name) < 1:
+            problems.append(f"{key}.dataset.{name}={getattr(dataset, name)}: must be at least 1")
+    unknown = set(dataset.camera_keys) - set(schema.cameras)
+    if unknown:
+        problems.append(f"{key}.dataset.camera_keys: {sorted(unknown)} are not in {key}.schema.cameras")
+    if dataset.record is not None and tenant.environment is None:
+        problems.append(f"{key}.dataset.record: recording needs {key}.environment")
+        return problems
+    root = dataset_root(tenant, config.data_dir)
+    if root is None:
+        return problems
+    if (root / "meta" / "info.json").is_file():
+        problems += _dataset_problems(key, tenant, schema, root)
+    elif dataset.record is None:
+        problems.append(
+            f"{key}.dataset.root={root}: no LeRobotDataset there; record one with scripts/collect_demos.py, "
+            f"or set {key}.dataset.record, or leave root empty to use the hub name {dataset.repo_id}"
+        )
+    return problems
+
+
+def _dataset_problems(key: str, tenant: TenantConfig, schema: TenantSchema, root: Path) -> list[str]:
+    assert tenant.dataset is not None
+    features = json.loads((root / "meta" / "info.json").read_text())["features"]
+    problems = []
+    stored = [k.removeprefix("observation.images.") for k in features if k.startswith("observation.images.")]
+    for camera in schema.cameras:
+        wanted = tenant.dataset.camera_keys.get(camera, f"observation.images.{camera}")
+        if wanted not in features:
+            problems.append(
+                f"{key}.schema.cameras={list(schema.cameras)}: dataset {root} has cameras {stored}, not {camera!r}; "
+                f"map it with {key}.dataset.camera_keys.{camera}=<dataset key>"
+            )
+    for name, dim in (("observation.state", schema.state_dim), ("action", schema.action_dim)):
+        shape = features.get(name, {}).get("shape")
+        if shape is None or list(shape) != [dim]:
+            setting = "state_dim" if name == "observation.state" else "action_dim"
+            problems.append(f"{key}.schema.{setting}={dim}: dataset {root} has {name} of shape {shape}")
+    return problems
+
+
+def _rl_problems(key: str, tenant: TenantConfig) -> list[str]:
+    problems = []
+    if tenant.environment is None:
+        problems.append(f"{key}.environment: task rl needs an environment")
+    if tenant.dataset is not None:
+        problems.append(f"{key}.dataset: task rl has none; start from demonstrations with {key}.init_from.recipe")
+    algorithm = tenant.algorithm
+    if algorithm is None:
+        return [*problems, f"{key}.algorithm: task rl needs an algorithm"]
+    if algorithm.name != "ppo":
+        problems.append(f"{key}.algorithm.name={algorithm.name}: choose one of ppo")
+    if algorithm.log_prob not in ("sum", "mean"):
+        problems.append(f"{key}.algorithm.log_prob={algorithm.log_prob}: choose one of sum, mean")
+    for name in ("chunks_per_job", "epochs", "minibatch_size"):
+        if getattr(algorithm, name) < 1:
+            problems.append(f"{key}.algorithm.{name}={getattr(algorithm, name)}: must be at least 1")
+    for name in ("gamma", "gae_lambda"):
+        if not 0 <= getattr(algorithm, name) <= 1:
+            problems.append(f"{key}.algorithm.{name}={getattr(algorithm, name)}: must lie in [0, 1]")
+    return problems
+
+
+def _init_problems(key: str, tenant: TenantConfig, config: NexusConfig) -> list[str]:
+    init = tenant.init_from
+    assert init is not None
+    if init.recipe is None:
+        if init.path is None:
+            return [f"{key}.init_from: give path (a payload folder), recipe (a tenant to train first), or both"]
+        if not Path(init.path).is_dir():
+            return [f"{key}.init_from.path={init.path}: no such payload folder"]
+        return []
+    recipe = tenant_from_dict(init.recipe, f"{key}.init_from.recipe")
+    problems = _tenant_problems(f"{key}.init_from.recipe", "recipe", recipe, config)
+    if recipe.task != "sft":
+        problems.append(f"{key}.init_from.recipe.task={recipe.task}: a starting payload is trained by sft")
+    if recipe.target_jobs is None:
+        problems.append(f"{key}.init_from.recipe.target_jobs: a value is required")
+    if schema_of(recipe.schema).signature != schema_of(tenant.schema).signature:
+        changed = [
+            f.name for f in fields(SchemaConfig) if getattr(recipe.schema, f.name) != getattr(tenant.schema, f.name)
+        ]
+        problems.append(f"{key}.init_from.recipe.schema: differs from {key}.schema in {', '.join(changed)}")
+    return problems
+
+
+def _check_class(
+    node: Any, key: str, problems: list[str], skip: tuple[str, ...] = (), given: tuple[str, ...] = ()
+) -> Callable[..., Any] | None:
+    """Import ``node._target_`` and bind the node's other keys to its signature; report what does not fit."""
+    if not isinstance(node, dict) or not isinstance(node.get("_target_"), str):
+        problems.append(f"{key}: must be a mapping with `_target_`, got {node!r}")
+        return None
+    target = node["_target_"]
+    try:
+        cls = get_class(target)
+    except Exception as error:  # Hydra wraps every import problem; the text names the module that failed
+        problems.append(f"{key}._target_={target}: cannot be imported ({error})")
+        return None
+    parameters = inspect.signature(cls).parameters
+    takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+    names = [n for n, p in parameters.items() if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+    arguments = [k for k in node if k not in skip and k != "_target_"]
+    for argument in arguments:
+        if argument not in names and not takes_any:
+            valid = ", ".join([*(n for n in names if n not in given), *skip])
+            problems.append(f"{key}.{argument}={node[argument]!r}: {cls.__name__} has no such key; valid keys: {valid}")
+    for name in names:
+        if parameters[name].default is inspect.Parameter.empty and name not in node and name not in given:
+            problems.append(f"{key}.{name}: {cls.__name__} requires a value")
+    return cls

@@ -1,0 +1,336 @@
+"""Records demonstrations: a scripted expert drives the real simulator, successes become a LeRobotDataset v3.
+
+::
+
+    worker 0 ── episode of seed 0 ──┐
+    worker 1 ── episode of seed 1 ──┼─► in seed order: successes only ─► <root>.recording-<pid> ─► rename to <root>
+    worker 0 ── episode of seed 2 ──┘
+
+The dataset holds what the simulator gives and takes: raw states, **native** actions (gripper sign of the simulator, see
+``TenantSchema.gripper``), images in the schema's orientation. The result does not depend on the number of workers.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict
+from multiprocessing.connection import wait
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from nexus_lightning.simulator import SimulatorDied, SimulatorHost, SimulatorProcess
+
+if TYPE_CHECKING:
+    from nexus_lightning.schema import TenantSchema
+
+#: Provenance of a recorded dataset, beside LeRobot's own metadata.
+RECORD_FILE = Path("meta", "nexus.json")
+#: Schema fields that are properties of the data; chunk length, normalisation ... may change without a new recording.
+DATA_FIELDS = (
+    "cameras",
+    "image_size",
+    "image_orientation",
+    "state_dim",
+    "action_dim",
+    "control_hz",
+    "action_convention",
+    "rotation",
+    "gripper",
+    "gripper_index",
+    "privileged",
+)
+#: Give up when this many times the wanted episodes were tried.
+ATTEMPTS_PER_EPISODE = 5
+
+
+def record_demonstrations(
+    simulator: Mapping[str, Any],
+    expert: str,
+    root: str | Path,
+    episodes: int,
+    first_seed: int,
+    schema: TenantSchema,
+    workers: int = 2,
+    repo_id: str | None = None,
+    progress: bool = True,
+    start_timeout_s: float = 600.0,
+    episode_timeout_s: float = 300.0,
+) -> Path:
+    """Records ``episodes`` successful episodes, or finds them already recorded.
+
+    Features: ``observation.images.<camera>`` (PNG) for each camera of the schema, ``observation.state`` float32,
+    ``action`` float32 in the native convention clipped to [-1, 1], ``next.success`` bool, the instruction as the task.
+    Frame k holds the observation before action k. Without cameras nothing is rendered.
+
+    Args:
+        simulator: ``{"_target_": ..., **kwargs}`` of a :class:`~nexus_lightning.simulator.Simulator`.
+        expert: dotted name of a function that takes the freshly reset simulator and returns an iterator of native
+            actions; it runs in the worker.
+        root: folder of the dataset. Reused when it holds a recording of the same simulator, expert, seeds and data.
+        episodes: successful episodes wanted.
+        first_seed: seeds ``first_seed``, ``first_seed + 1``, ... are tried in order.
+        schema: what the recorded data must look like.
+        workers: simulator processes.
+        repo_id: name stored in the dataset, ``local/<folder>`` by default.
+        progress: show a bar.
+        start_timeout_s: time for starting a process and its first episode.
+        episode_timeout_s: time for each later episode.
+
+    Returns:
+        ``root``.
+
+    Raises:
+        ValueError: ``root`` holds something else (names what differs), or simulator and schema disagree.
+        RuntimeError: the expert fails too often.
+        ImportError: LeRobot is not installed.
+    """
+    root = Path(root)
+    record = describe_recording(simulator, expert, episodes, first_seed, schema)
+    if root.exists():
+        check_recording(root, record)
+        return root
+    _require_lerobot()
+    processes = [
+        SimulatorProcess(record["simulator"], root.name, i, host=RecorderHost) for i in range(min(workers, episodes))
+    ]
+    temporary = root.with_name(f"{root.name}.recording-{os.getpid()}")
+    try:
+        source = _episodes(processes, expert, episodes, first_seed, schema, start_timeout_s, episode_timeout_s)
+        kept, tried = _write(source, temporary, repo_id or f"local/{root.name}", episodes, schema, progress)
+        record |= {"seeds": kept, "tried": tried, "schema_signature": schema.signature}
+        (temporary / RECORD_FILE).write_text(json.dumps(record, indent=2) + "\n")
+        temporary.replace(root)
+    finally:
+        for process in processes:
+            process.close()
+        shutil.rmtree(temporary, ignore_errors=True)
+    return root
+
+
+def describe_recording(
+    simulator: Mapping[str, Any], expert: str, episodes: int, first_seed: int, schema: TenantSchema
+) -> dict[str, Any]:
+    """What makes two recordings the same, as JSON values."""
+    from omegaconf import OmegaConf
+
+    fields = asdict(schema)
+    record = {
+        "simulator": OmegaConf.to_container(OmegaConf.create(dict(simulator)), resolve=True),
+        "expert": expert,
+        "episodes": episodes,
+        "first_seed": first_seed,
+        "schema": {name: fields[name] for name in DATA_FIELDS},
+    }
+    return json.loads(json.dumps(record))
+
+
+def check_recording(root: Path, record: dict[str, Any]) -> None:
+    """Raises ValueError unless ``root`` was recorded as ``record`` says, naming every key that differs."""
+    path = root / RECORD_FILE
+    if not path.is_file():
+        raise ValueError(f"{root} exists but holds no recording ({RECORD_FILE} is missing): choose another root")
+    there = json.loads(path.read_text())
+    differing = [
+        f"{key}: recorded {old!r}, asked for {new!r}"
+        for key, old, new in _differences({k: there.get(k) for k in record}, record)
+    ]
+    if differing:
+        raise ValueError(
+            f"{root} was recorded with another configuration; delete it or choose another root. " + "; ".join(differing)
+        )
+
+
+def _differences(old: Any, new: Any, key: str = "") -> Iterator[tuple[str, Any, Any]]:
+    if isinstance(old, dict) and isinstance(new, dict):
+        for name in sorted({*old, *new}):
+            yield from _differences(old.get(name), new.get(name), f"{key}.{name}" if key else name)
+    elif old != new:
+        yield key, old, new
+
+
+class RecorderHost(SimulatorHost):
+    """Runs whole episodes of an expert in the worker process."""
+
+    def episode(self, expert: str, seed: int) -> dict[str, Any] | None:
+        """One episode, or None when it did not succeed.
+
+        A simulator that can put states back is stepped without rendering first, and only a success is rendered
+        afterwards, from the recorded states.
+
+        Returns:
+            ``images`` ``{camera: uint8 [L, H, W, 3]}``, ``state`` float32 ``[L, S]``, ``action`` float32 ``[L, A]``,
+            ``success`` bool ``[L]``, ``instruction``, ``gripper``.
+        """
+        from hydra.utils import get_method
+
+        sim = self.sim
+        sim.reset(seed)
+        replay = sim.get_state() is not None
+        before, actions, success, ended = [], [], [], False
+        for action in get_method(expert)(sim):
+            # copies: a simulator may hand out views of its buffers
+            before.append(np.array(sim.get_state()) if replay else _copied(sim.observe()))
+            actions.append(np.clip(np.asarray(action, dtype=np.float32), -1.0, 1.0))
+            result = sim.step(actions[-1])
+            success.append(bool(result.success))
+            ended = result.success or result.terminated or result.truncated
+            if ended:
+                break
+        if not (success and success[-1]):
+            return None
+        if replay:
+            before = [self._observe_at(state) for state in before]
+        cameras = before[0]["image"]
+        return {
+            "images": {c: np.stack([np.moveaxis(o["image"][c], 0, -1) for o in before]) for c in cameras},
+            "state": np.stack([o["state"] for o in before]).astype(np.float32),
+            "action": np.stack(actions),
+            "success": np.array(success),
+            "instruction": before[0]["instruction"],
+            "gripper": sim.gripper,
+        }
+
+    def _observe_at(self, state: np.ndarray) -> dict[str, Any]:
+        self.sim.set_state(state)
+        return _copied(self.sim.observe())
+
+
+def _copied(observation: dict[str, Any]) -> dict[str, Any]:
+    images = {camera: np.array(image) for camera, image in observation["image"].items()}
+    return {"image": images, "state": np.array(observation["state"]), "instruction": observation["instruction"]}
+
+
+def _episodes(
+    processes: list[SimulatorProcess],
+    expert: str,
+    episodes: int,
+    first_seed: int,
+    schema: TenantSchema,
+    start_timeout_s: float,
+    episode_timeout_s: float,
+) -> Iterator[tuple[int, dict[str, Any] | None]]:
+    """``(seed, episode or None)`` in seed order, until the consumer stops asking; all processes stay busy."""
+    last_seed = first_seed + ATTEMPTS_PER_EPISODE * episodes + 10
+    seed, next_out = first_seed, first_seed
+    running: dict[SimulatorProcess, int] = {}
+    finished: dict[int, dict[str, Any] | None] = {}
+    timeouts = dict.fromkeys(processes, start_timeout_s)
+    while True:
+        for process in processes:
+            # no further ahead than a few seeds: finished episodes wait in memory
+            if process not in running and seed < min(last_seed, next_out + 4 * len(processes)):
+                process.send("episode", expert, seed)
+                running[process] = seed
+                seed += 1
+        if next_out == last_seed:
+            raise RuntimeError(f"expert {expert} did not succeed often enough: tried {last_seed - first_seed} seeds")
+        timeout_s = max(timeouts[p] for p in running)
+        ready = wait(list(running), timeout_s)
+        if not ready:
+            process = next(iter(running))
+            raise SimulatorDied(process.tenant, process.index, None, f"no episode within {timeout_s:.0f} s")
+        for process in ready:
+            answer = process.receive(timeouts[process])
+            finished[running.pop(process)] = answer
+            timeouts[process] = episode_timeout_s
+            if answer is not None:
+                _check_episode(answer, schema)
+        while next_out in finished:
+            yield next_out, finished.pop(next_out)
+            next_out += 1
+
+
+def _check_episode(episode: dict[str, Any], schema: TenantSchema) -> None:
+    found = {
+        "state_dim": episode["state"].shape[1],
+        "action_dim": episode["action"].shape[1],
+        "gripper": episode["gripper"],
+    }
+    problems = [
+        f"{key}={getattr(schema, key)!r}: the simulator and expert give {value!r}"
+        for key, value in found.items()
+        if getattr(schema, key) != value
+    ]
+    size = (schema.image_size, schema.image_size, 3)
+    for camera in schema.cameras:
+        if camera not in episode["images"]:
+            problems.append(f"cameras: no {camera!r}; the simulator has {sorted(episode['images'])}")
+        elif episode["images"][camera].shape[1:] != size:
+            problems.append(f"image_size={schema.image_size}: {camera!r} is {episode['images'][camera].shape[1:]}")
+    if problems:
+        raise ValueError("schema and simulator disagree: " + "; ".join(problems))
+
+
+def _write(
+    source: Iterator[tuple[int, dict[str, Any] | None]],
+    root: Path,
+    repo_id: str,
+    episodes: int,
+    schema: TenantSchema,
+    progress: bool,
+) -> tuple[list[int], int]:
+    """Writes the first ``episodes`` successes of ``source``; returns their seeds and how many were tried."""
+    from lerobot.datasets.lerobot_dataset import LeRobotDataset
+    from tqdm import tqdm
+
+    size = schema.image_size
+    features: dict[str, Any] = {
+        f"observation.images.{camera}": {
+            "dtype": "image",
+            "shape": (size, size, 3),
+            "names": ["height", "width", "channels"],
+        }
+        for camera in schema.cameras
+    }
+    features["observation.state"] = {
+        "dtype": "float32",
+        "shape": (schema.state_dim,),
+        "names": list(schema.state_names) or None,
+    }
+    features["action"] = {
+        "dtype": "float32",
+        "shape": (schema.action_dim,),
+        "names": list(schema.action_names) or None,
+    }
+    features["next.success"] = {"dtype": "bool", "shape": (1,), "names": None}
+    dataset = LeRobotDataset.create(
+        repo_id, fps=round(schema.control_hz), features=features, root=root, use_videos=False
+    )
+    kept: list[int] = []
+    tried = 0
+    with tqdm(total=episodes, desc="recording demonstrations", unit="episode", disable=not progress) as bar:
+        for seed, episode in source:
+            tried += 1
+            if episode is None:
+                continue
+            for k in range(len(episode["action"])):
+                images = {f"observation.images.{c}": episode["images"][c][k] for c in schema.cameras}
+                dataset.add_frame(
+                    {
+                        **images,
+                        "observation.state": episode["state"][k],
+                        "action": episode["action"][k],
+                        "next.success": episode["success"][k : k + 1],
+                        "task": episode["instruction"],
+                    }
+                )
+            dataset.save_episode()
+            kept.append(seed)
+            bar.update()
+            bar.set_postfix(tried=tried)
+            if len(kept) == episodes:
+                break
+    dataset.finalize()  # writes the parquet footers; without it the dataset cannot be read
+    return kept, tried
+
+
+def _require_lerobot() -> None:
+    from importlib.util import find_spec
+
+    if find_spec("lerobot") is None:
+        raise ImportError("recording needs LeRobot: pip install 'lerobot[dataset]'")

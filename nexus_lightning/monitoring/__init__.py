@@ -1,0 +1,1 @@
+"""Events, loggers, progress display, banner, statistics and the report of a run."""

@@ -1,0 +1,34 @@
+"""Supervised fine-tuning on demonstration chunks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from tensordict import TensorDict
+from torch import Tensor
+
+from nexus_lightning.head import ActionHead
+from nexus_lightning.schema import Normalizer
+
+
+class SFTObjective:
+    """The head's own supervised loss, one optimizer step per minibatch of the job.
+
+    Partition fields (rows = samples): ``features`` (VLAFeature), ``state`` ``[N, S]`` raw float32, ``actions``
+    ``[N, T, A]`` internal convention, ``is_pad`` ``[N, T]`` bool.
+    """
+
+    fields = ("features", "state", "actions", "is_pad")
+
+    def __init__(self, head: ActionHead, normalizer: Normalizer, batch_size: int) -> None:
+        self.head, self.normalizer, self.batch_size = head, normalizer, batch_size
+
+    def minibatches(self, data: TensorDict) -> Iterator[TensorDict]:
+        """In the order of the partition: the producer has already shuffled by the tenant's seed."""
+        yield from data.split(self.batch_size)
+
+    def loss(self, batch: TensorDict, jobs_completed: int) -> dict[str, Tensor]:
+        del jobs_completed
+        state = self.normalizer.normalize_state(batch["state"])
+        actions = self.normalizer.normalize_action(batch["actions"])
+        return self.head.loss(batch["features"], state, actions, batch["is_pad"])

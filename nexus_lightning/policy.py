@@ -1,0 +1,90 @@
+"""A trained policy from a payload folder alone: no run, no queues, no optimizer."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from hydra.utils import instantiate
+from tensordict import TensorDict
+from torch import Tensor
+
+from nexus_lightning.backbone import Backbone, check_observation
+from nexus_lightning.checkpoint import read_payload, resolve_payload
+from nexus_lightning.config import TenantConfig, tenant_from_dict
+from nexus_lightning.schema import TenantSchema
+from nexus_lightning.tenant import TenantSlot, TenantSpec, build_slot
+
+
+@dataclass
+class Policy:
+    """Backbone + one tenant's head at one version.
+
+    Example:
+        >>> policy = load_policy("outputs/latest/tenants/libero")                  # doctest: +SKIP
+        >>> actions = policy(observation, ["pick up the milk and place it in the basket"])  # doctest: +SKIP
+    """
+
+    backbone: Backbone
+    slot: TenantSlot
+    manifest: dict[str, Any]
+    path: Path
+
+    @property
+    def schema(self) -> TenantSchema:
+        return self.slot.spec.schema
+
+    @property
+    def config(self) -> TenantConfig:
+        return self.slot.spec.config
+
+    @torch.no_grad()
+    def __call__(self, observation: TensorDict, instructions: Sequence[str]) -> Tensor:
+        """Deterministic chunk in the simulator's own convention.
+
+        Args:
+            observation: ``[B]`` with ``("image", <camera>)`` uint8 ``[B, 3, H, W]`` and ``state`` ``[B, S]`` float32.
+            instructions: B strings.
+
+        Returns:
+            ``[B, T, A]`` float32, un-normalised, native gripper sign.
+        """
+        check_observation(observation, self.schema)
+        features = self.backbone(observation, instructions, self.schema)
+        state = self.slot.normalizer.normalize_state(observation["state"])
+        chunk = self.slot.head.act(features, state)["chunk"]
+        return self.schema.to_native(self.slot.normalizer.unnormalize_action(chunk))
+
+
+def load_policy(path: str | Path, backbone: Backbone | None = None) -> Policy:
+    """Payload (or exported policy) folder -> :class:`Policy` in eval mode.
+
+    Args:
+        path: a version folder, or a tenant folder (its latest version).
+        backbone: an already built one; None builds the one named in the manifest.
+
+    Raises:
+        ValueError: the backbone here is not the one the payload was trained on.
+    """
+    payload = read_payload(resolve_payload(Path(path)))
+    manifest = payload.manifest
+    if backbone is None:
+        backbone = instantiate(manifest["backbone"])
+    assert isinstance(backbone, Backbone)
+    if backbone.fingerprint != manifest["backbone_fingerprint"]:
+        raise ValueError(
+            f"payload {payload.path}: trained on backbone {manifest['backbone_fingerprint'][:12]}, "
+            f"this one is {backbone.fingerprint[:12]}; use the same weights, dtype and settings"
+        )
+    config = tenant_from_dict(manifest["config"], f"{payload.path}/manifest.json config")
+    spec = TenantSpec(manifest["tenant"], config, TenantSchema(**manifest["schema"]), manifest["seed"])
+    if spec.schema.signature != manifest["signature"]:
+        raise ValueError(f"payload {payload.path}: its schema does not match its signature; the manifest was edited")
+    slot = build_slot(spec, backbone)
+    slot.load_tensors(payload.tensors)
+    slot.head.eval()
+    slot.policy_version = manifest["policy_version"]
+    return Policy(backbone, slot, manifest, payload.path)

@@ -1,0 +1,1 @@
+"""Producers feed the training queue: demonstrations (SFT), rollouts (RL); evaluation reads and never trains."""

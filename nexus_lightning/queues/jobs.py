@@ -1,0 +1,713 @@
+"""Control plane of the training queue: the job descriptor, its state machine and the scheduler.
+
+A job carries no tensors: they are the partition ``job.partition_id`` of the
+:class:`~nexus_lightning.queues.training.TrainingQueue`.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+import uuid
+from collections import Counter, OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from enum import StrEnum
+from typing import Any
+
+#: Task types that make training jobs. Evaluation is read-only and makes none.
+TASK_TYPES = ("sft", "rl", "offline_rl")
+
+
+class JobState(StrEnum):
+    """States of a training job; see the diagram in :class:`Scheduler`."""
+
+    RESERVED = "reserved"
+    NEEDS_ACTOR_FORWARD = "needs_actor_forward"
+    COMPUTING_ACTOR_FORWARD = "computing_actor_forward"
+    NEEDS_ADVANTAGES = "needs_advantages"
+    COMPUTING_ADVANTAGES = "computing_advantages"
+    READY = "ready"
+    LEASED = "leased"
+    COMPLETED = "completed"
+    FAILED = "failed"
+    DROPPED = "dropped"
+
+    @property
+    def terminal(self) -> bool:
+        """True for ``completed``, ``failed`` and ``dropped``: nothing follows."""
+        return self in (JobState.COMPLETED, JobState.FAILED, JobState.DROPPED)
+
+
+#: waiting state -> the state while it is leased. An expired lease goes the other way.
+_LEASED_AS = {
+    JobState.NEEDS_ACTOR_FORWARD: JobState.COMPUTING_ACTOR_FORWARD,
+    JobState.NEEDS_ADVANTAGES: JobState.COMPUTING_ADVANTAGES,
+    JobState.READY: JobState.LEASED,
+}
+_RETURNS_TO = {leased: waiting for waiting, leased in _LEASED_AS.items()}
+
+_STAGES = {
+    JobState.COMPUTING_ACTOR_FORWARD: (JobState.NEEDS_ADVANTAGES,),
+    JobState.COMPUTING_ADVANTAGES: (JobState.READY,),
+}
+_RL_START = (JobState.NEEDS_ACTOR_FORWARD, JobState.NEEDS_ADVANTAGES)
+#: task type -> state -> states that `mark` may set.
+_MARKABLE: dict[str, dict[JobState, tuple[JobState, ...]]] = {
+    "sft": {JobState.RESERVED: (JobState.READY,)},
+    "rl": {JobState.RESERVED: _RL_START, **_STAGES},
+    "offline_rl": {JobState.RESERVED: (JobState.READY, *_RL_START), **_STAGES},
+}
+
+
+@dataclass
+class Job:
+    """Descriptor of one training job. Callers get copies: the scheduler's own record changes only through its methods.
+
+    Attributes:
+        job_id: never used twice, also not after a resume.
+        policy_key: ``tenant/task#registration``; a tenant that leaves and comes back has another one.
+        partition_id: key of the tensors in the training queue, ``tenant/task/domain/job_id``.
+        sample_count: rows of the partition; unit of fair share.
+        domain: free label (task or environment name).
+        created_seq / ready_seq: global order of reservation / of becoming ready (None before).
+        behavior_policy_version: policy version that acted (RL), else None.
+        max_policy_staleness: largest allowed ``actor version - behavior_policy_version``, None for no bound.
+        producer_role / consumer_role: who fills and who trains it.
+        reason: why it ended, for ``failed`` and ``dropped``.
+        timestamps: state -> time of the last entry into it, in seconds of the scheduler's clock.
+        metadata: JSON-able extras of ``reserve``, ``mark`` and ``complete``; ``lease_expirations`` counts lost leases.
+        lease_id / lease_deadline: the current lease, None when nobody holds the job.
+    """
+
+    job_id: str
+    tenant_id: str
+    task_type: str
+    policy_key: str
+    partition_id: str
+    sample_count: int
+    domain: str
+    schema_signature: str
+    priority: int
+    created_seq: int
+    ready_seq: int | None = None
+    behavior_policy_version: int | None = None
+    max_policy_staleness: int | None = None
+    producer_role: str = "producer"
+    consumer_role: str = "actor"
+    state: JobState = JobState.RESERVED
+    reason: str = ""
+    timestamps: dict[str, float] = field(default_factory=dict)
+    metadata: dict[str, Any] = field(default_factory=dict)
+    lease_id: int | None = None
+    lease_deadline: float | None = None
+
+
+class IllegalTransition(ValueError):
+    """A job cannot go to the asked state. ``job`` is a copy of it as it stands."""
+
+    def __init__(self, message: str, job: Job) -> None:
+        super().__init__(message)
+        self.job = job
+
+
+class LeaseLost(RuntimeError):
+    """The lease given with the call is not the job's current one: it expired, the job went back. Discard the work."""
+
+
+@dataclass
+class _Registration:
+    """Admission rules and counters of one registered tenant."""
+
+    tenant_id: str
+    task_type: str
+    policy_key: str
+    priority: int
+    max_in_flight: int
+    max_policy_staleness: int | None
+    target_jobs: int | None
+    weight: float
+    share_offset: float
+    leased_samples: int = 0
+    stopped: str = ""
+    ended: Counter[JobState] = field(default_factory=Counter)
+
+    @property
+    def share(self) -> float:
+        return self.share_offset + self.leased_samples / self.weight
+
+    @property
+    def bound(self) -> int:
+        # n jobs ahead of a new one raise the actor's version by n before it is leased: with more than the staleness
+        # bound ahead it could only be dropped, so admission is paced instead.
+        if self.max_policy_staleness is None:
+            return self.max_in_flight
+        return min(self.max_in_flight, self.max_policy_staleness + 1)
+
+    @property
+    def wants_more(self) -> bool:
+        return not self.stopped and (self.target_jobs is None or self.ended[JobState.COMPLETED] < self.target_jobs)
+
+
+class Scheduler:
+    """Admits, orders, leases and ends training jobs. In memory, thread-safe, no thread of its own.
+
+    ::
+
+        reserve()
+           |
+           v       mark(): sft, offline_rl
+        RESERVED ------------------------------------------------------------------.
+           | mark(): rl, offline_rl                                                |
+           |------------------------------------.                                  |
+           v (optional)                         v                                  v
+        NEEDS_ACTOR_FORWARD       .--> NEEDS_ADVANTAGES         .--------------> READY
+           |  ^                   |         |  ^                |                 |  ^
+           |  : expire()        mark()      |  : expire()     mark()              |  : expire()
+           v  : lease_stage()     |         v  : lease_stage()  |                 v  : lease_next()
+        COMPUTING_ACTOR_FORWARD --'    COMPUTING_ADVANTAGES ----'               LEASED --- complete() --> COMPLETED
+
+        any of these ------- fail(), fail_all(), unregister() --> FAILED(reason)
+        any of these ------- drop() ----------------------------> DROPPED(reason)
+        READY and stale ---- lease_next() ----------------------> DROPPED("policy_stale")
+
+    Who owns what: the producer owns RESERVED and the first ``mark``; whoever holds a lease owns COMPUTING_* and LEASED
+    until its deadline; the scheduler owns the waiting states. Ended jobs never change again.
+
+    Bounds: a tenant has at most ``max_in_flight`` jobs that are not ended, and never more than
+    ``max_policy_staleness + 1``: a job with more of its own tenant's jobs ahead of it could only be dropped. With
+    ``target_jobs`` set, completed plus in flight jobs never exceed it.
+    Order: among READY jobs of the highest priority, the tenant with the least leased samples / weight goes first (ties
+    by ``ready_seq``); inside a tenant always ``ready_seq``. A tenant that joins late starts at the least share of the
+    others, so it does not crowd them out. An expired lease gives its samples back.
+    Staleness: ``lease_next`` drops a READY job when ``actor version - behavior_policy_version > max_policy_staleness``.
+    Blocks: ``lease_next`` (nothing ready) and ``wait_for_room`` (no admission), both with a timeout. Nothing else
+    blocks.
+    Wakes: every state change, ``register``, ``unregister`` and ``close`` wake both.
+    Expiry: ``lease_next`` and ``lease_stage`` first return the leases whose deadline has passed; ``expire`` does it
+    alone. A call that names an outdated ``lease_id`` raises :class:`LeaseLost`, so a job that two consumers held is
+    trained once.
+    ``close()``: ``reserve``, ``lease_stage`` and ``lease_next`` answer None from then on and waiters return; jobs in
+    flight stay and may still be marked, completed or failed.
+
+    Args:
+        on_terminal: called once for every ended job with a copy of it, outside the lock, in the thread that ended it
+            (clear the partition there). Its exceptions propagate to that caller.
+        clock: seconds, monotonic.
+        history: how many ended jobs are remembered by :meth:`get` and :attr:`history`; counters are never forgotten.
+
+    Example:
+        >>> cleared = []
+        >>> scheduler = Scheduler(on_terminal=lambda job: cleared.append(job.job_id))
+        >>> scheduler.register("libero", "sft", max_in_flight=1)
+        >>> job = scheduler.reserve("libero", sample_count=64)
+        >>> scheduler.reserve("libero", sample_count=64) is None      # the in-flight bound
+        True
+        >>> _ = scheduler.mark(job.job_id, JobState.READY)
+        >>> leased = scheduler.lease_next({"libero": 0}, timeout_s=0, deadline_s=60)
+        >>> leased.job_id == job.job_id, leased.state.value
+        (True, 'leased')
+        >>> scheduler.complete(job.job_id, lease_id=leased.lease_id, policy_version=1).state.value
+        'completed'
+        >>> cleared == [job.job_id], scheduler.completed("libero"), scheduler.in_flight("libero")
+        (True, 1, 0)
+    """
+
+    def __init__(
+        self,
+        on_terminal: Callable[[Job], None] | None = None,
+        clock: Callable[[], float] = time.monotonic,
+        history: int = 10_000,
+    ) -> None:
+        self.on_terminal = on_terminal
+        self._clock = clock
+        self._changed = threading.Condition()
+        self._tenants: dict[str, _Registration] = {}
+        self._jobs: dict[str, Job] = {}
+        self._ended: OrderedDict[str, Job] = OrderedDict()
+        self._history = history
+        # Jobs made after a checkpoint and lost in a crash must not lend their ids to jobs of the resumed run.
+        self._run_token = uuid.uuid4().hex[:8]
+        self._seq = {"created": 0, "ready": 0, "lease": 0, "registration": 0}
+        self._closed = False
+
+    # ---- tenants -------------------------------------------------------------------------------------------------
+
+    def register(
+        self,
+        tenant_id: str,
+        task_type: str,
+        *,
+        priority: int = 0,
+        max_in_flight: int = 2,
+        max_policy_staleness: int | None = None,
+        target_jobs: int | None = None,
+        weight: float = 1.0,
+    ) -> None:
+        """Admits a tenant with fresh counters, whatever had its name before.
+
+        Args:
+            tenant_id: unique among the registered ones.
+            task_type: one of ``TASK_TYPES``.
+            priority: higher goes first.
+            max_in_flight: most jobs that are not ended, >= 1.
+            max_policy_staleness: see the class; None for no bound.
+            target_jobs: completed jobs after which nothing more is admitted; None for no target.
+            weight: share of samples relative to other tenants, > 0.
+
+        Raises:
+            ValueError: a value out of range, or the name is taken.
+        """
+        problems = []
+        if not tenant_id:
+            problems.append("tenant_id is empty")
+        if task_type not in TASK_TYPES:
+            problems.append(
+                f"task_type={task_type!r}: choose one of {', '.join(TASK_TYPES)} (evaluation makes no jobs)"
+            )
+        if max_in_flight < 1:
+            problems.append(f"max_in_flight={max_in_flight}: must be at least 1")
+        if max_policy_staleness is not None and max_policy_staleness < 0:
+            problems.append(f"max_policy_staleness={max_policy_staleness}: must be at least 0, or None for no bound")
+        if target_jobs is not None and target_jobs < 0:
+            problems.append(f"target_jobs={target_jobs}: must be at least 0, or None for no target")
+        if not weight > 0:
+            problems.append(f"weight={weight}: must be above 0")
+        if problems:
+            raise ValueError(f"tenant {tenant_id!r}: " + "; ".join(problems))
+        with self._changed:
+            if tenant_id in self._tenants:
+                raise ValueError(
+                    f"tenant {tenant_id!r} is registered already: unregister it first or choose another name"
+                )
+            self._tenants[tenant_id] = _Registration(
+                tenant_id,
+                task_type,
+                policy_key=f"{tenant_id}/{task_type}#{self._next('registration')}",
+                priority=priority,
+                max_in_flight=max_in_flight,
+                max_policy_staleness=max_policy_staleness,
+                target_jobs=target_jobs,
+                weight=weight,
+                share_offset=min((r.share for r in self._tenants.values() if not r.stopped), default=0.0),
+            )
+            self._changed.notify_all()
+
+    def unregister(self, tenant_id: str, reason: str = "tenant unregistered") -> list[Job]:
+        """Fails the tenant's jobs in flight and forgets its counters. Returns the failed jobs."""
+        failed = self.fail_all(tenant_id, reason)
+        with self._changed:
+            del self._tenants[tenant_id]
+            self._changed.notify_all()
+        return failed
+
+    def fail_all(self, tenant_id: str, reason: str) -> list[Job]:
+        """Stops a tenant (quarantine, leaving): fails its jobs in flight, admits no more until it is registered anew.
+
+        The tenant stays in :meth:`counts` and no longer holds up :meth:`targets_met`. Returns the failed jobs.
+        """
+        with self._changed:
+            self._tenant(tenant_id).stopped = reason
+            ended = [self._end(job, JobState.FAILED, reason) for job in self._of(tenant_id)]
+            self._changed.notify_all()
+        self._announce(ended)
+        return ended
+
+    # ---- producers -----------------------------------------------------------------------------------------------
+
+    def reserve(
+        self,
+        tenant_id: str,
+        sample_count: int,
+        *,
+        behavior_policy_version: int | None = None,
+        domain: str = "",
+        schema_signature: str = "",
+        metadata: dict[str, Any] | None = None,
+    ) -> Job | None:
+        """A new RESERVED job, or None: at the in-flight bound, target covered, tenant stopped, or closed.
+
+        Args:
+            tenant_id: a registered tenant.
+            sample_count: rows the partition will have, >= 1.
+            behavior_policy_version: version read before acting (RL).
+            domain: free label, part of ``partition_id``.
+            schema_signature: ``TenantSchema.signature`` of the data.
+            metadata: JSON-able extras.
+        """
+        if sample_count < 1:
+            raise ValueError(f"tenant {tenant_id!r}: sample_count={sample_count}: must be at least 1")
+        with self._changed:
+            tenant = self._tenant(tenant_id)
+            if not self._has_room(tenant):
+                return None
+            seq = self._next("created")
+            job_id = f"{self._run_token}-{seq:08d}"
+            job = Job(
+                job_id=job_id,
+                tenant_id=tenant_id,
+                task_type=tenant.task_type,
+                policy_key=tenant.policy_key,
+                partition_id="/".join((tenant_id, tenant.task_type, domain or "-", job_id)),
+                sample_count=sample_count,
+                domain=domain,
+                schema_signature=schema_signature,
+                priority=tenant.priority,
+                created_seq=seq,
+                behavior_policy_version=behavior_policy_version,
+                max_policy_staleness=tenant.max_policy_staleness,
+                timestamps={JobState.RESERVED.value: self._clock()},
+                metadata=dict(metadata or {}),
+            )
+            self._jobs[job_id] = job
+            return _copy(job)
+
+    def wait_for_room(self, tenant_id: str, timeout_s: float) -> bool:
+        """Blocks until ``reserve`` would admit a job of this tenant.
+
+        Returns:
+            True when there is room; False on timeout, or at once when :meth:`wants_more` is False.
+        """
+        with self._changed:
+            self._changed.wait_for(
+                lambda: not self._open(tenant_id) or self._has_room(self._tenants[tenant_id]), timeout_s
+            )
+            return self._open(tenant_id) and self._has_room(self._tenants[tenant_id])
+
+    def wants_more(self, tenant_id: str) -> bool:
+        """False when no job of this tenant will ever be admitted again: target met, stopped, unregistered or closed."""
+        with self._changed:
+            return self._open(tenant_id)
+
+    def mark(self, job_id: str, state: JobState, *, lease_id: int | None = None, **metadata: Any) -> Job:
+        """Moves a job along the arrows labelled ``mark()`` and adds ``metadata``.
+
+        Raises:
+            IllegalTransition: (a ValueError) the diagram has no such arrow; names both states.
+            LeaseLost: ``lease_id`` is given and is not the current lease.
+        """
+        with self._changed:
+            job = self._job(job_id, lease_id)
+            legal = _MARKABLE[job.task_type].get(job.state, ())
+            if state not in legal:
+                hint = "use lease_stage() or lease_next()" if state in _RETURNS_TO else ""
+                if JobState(state).terminal:
+                    hint = "use complete(), fail() or drop()"
+                raise self._illegal(job, state, hint or f"mark() may set: {', '.join(legal) or 'nothing'}")
+            job.metadata.update(metadata)
+            job.lease_id = job.lease_deadline = None
+            if state == JobState.READY:
+                job.ready_seq = self._next("ready")
+            self._enter(job, JobState(state))
+            return _copy(job)
+
+    # ---- consumers -----------------------------------------------------------------------------------------------
+
+    def lease_stage(self, state_needed: JobState, deadline_s: float, *, tenant_id: str | None = None) -> Job | None:
+        """Leases the next job waiting for a preparation stage; does not block.
+
+        Args:
+            state_needed: ``NEEDS_ACTOR_FORWARD`` or ``NEEDS_ADVANTAGES``.
+            deadline_s: the lease returns by itself after so many seconds.
+            tenant_id: only jobs of this tenant.
+
+        Returns:
+            The job in its ``COMPUTING_*`` state (highest priority, then ``created_seq``), or None.
+        """
+        if state_needed not in _RL_START:
+            raise ValueError(f"state_needed={str(state_needed)!r}: choose one of {', '.join(_RL_START)}")
+        with self._changed:
+            if self._closed:
+                return None
+            self._return_expired(self._clock())
+            waiting = [
+                job
+                for job in self._jobs.values()
+                if job.state == state_needed and (tenant_id is None or job.tenant_id == tenant_id)
+            ]
+            if not waiting:
+                return None
+            return self._lease(min(waiting, key=lambda job: (-job.priority, job.created_seq)), deadline_s)
+
+    def lease_next(self, actor_versions: dict[str, int], timeout_s: float, deadline_s: float) -> Job | None:
+        """Leases the READY job that is next in order; drops stale ones on the way.
+
+        Args:
+            actor_versions: tenant -> its policy version at the actor. Jobs of tenants not named here are left alone.
+            timeout_s: how long to wait for one; 0 does not wait.
+            deadline_s: the lease returns by itself after so many seconds.
+
+        Returns:
+            The job in state LEASED, or None on timeout or close.
+        """
+        end_s = self._clock() + timeout_s
+        timed_out = False
+        while True:
+            with self._changed:
+                if self._closed:
+                    return None
+                self._return_expired(self._clock())
+                ready = [
+                    job
+                    for job in self._jobs.values()
+                    if job.state == JobState.READY and job.tenant_id in actor_versions
+                ]
+                stale = [job for job in ready if _is_stale(job, actor_versions[job.tenant_id])]
+                dropped = [self._end(job, JobState.DROPPED, "policy_stale") for job in stale]
+                if not dropped and ready:
+                    return self._lease(min(ready, key=self._order), deadline_s)
+                if not dropped:
+                    remaining_s = end_s - self._clock()
+                    if timed_out or remaining_s <= 0:
+                        return None
+                    timed_out = not self._changed.wait(remaining_s)
+            self._announce(dropped)
+
+    def complete(self, job_id: str, *, lease_id: int | None = None, **metadata: Any) -> Job:
+        """LEASED -> COMPLETED.
+
+        Raises:
+            IllegalTransition: the job is not LEASED (its lease may have expired: discard the work).
+            LeaseLost: ``lease_id`` is given and is not the current lease.
+        """
+        with self._changed:
+            job = self._job(job_id, lease_id)
+            if job.state != JobState.LEASED:
+                raise self._illegal(job, JobState.COMPLETED, "only a leased job can be completed")
+            job.metadata.update(metadata)
+            ended = self._end(job, JobState.COMPLETED, "")
+        self._announce([ended])
+        return ended
+
+    def fail(self, job_id: str, reason: str, *, lease_id: int | None = None) -> Job:
+        """Any state -> FAILED(reason). An ended job is returned as it is: clean-up may race with quarantine."""
+        return self._give_up(job_id, JobState.FAILED, reason, lease_id)
+
+    def drop(self, job_id: str, reason: str, *, lease_id: int | None = None) -> Job:
+        """Any state -> DROPPED(reason): discarded on purpose, not by an error. An ended job is returned as it is."""
+        return self._give_up(job_id, JobState.DROPPED, reason, lease_id)
+
+    def expire(self, now: float | None = None) -> list[Job]:
+        """Returns leases due at or before ``now`` (default: the clock) to the state they were leased from.
+
+        The job keeps its ``ready_seq``, hence its place. Returns copies of the jobs.
+        """
+        with self._changed:
+            return self._return_expired(self._clock() if now is None else now)
+
+    # ---- what is going on ----------------------------------------------------------------------------------------
+
+    def get(self, job_id: str) -> Job:
+        """A copy of a job, in flight or in the history."""
+        with self._changed:
+            job = self._jobs.get(job_id) or self._ended.get(job_id)
+            if job is None:
+                raise ValueError(
+                    f"job {job_id!r} is unknown (never made, or older than the last {self._history} ended jobs)"
+                )
+            return _copy(job)
+
+    @property
+    def history(self) -> list[Job]:
+        """Copies of the remembered ended jobs, oldest first."""
+        with self._changed:
+            return [_copy(job) for job in self._ended.values()]
+
+    def counts(self) -> dict[str, dict[str, int]]:
+        """tenant -> state -> jobs: in flight now, ended since registration (or since the resumed run's start)."""
+        with self._changed:
+            table = {name: {state.value: r.ended[state] for state in JobState} for name, r in self._tenants.items()}
+            for job in self._jobs.values():
+                table[job.tenant_id][job.state.value] += 1
+            return table
+
+    def depth(self, tenant_id: str | None = None) -> int:
+        """READY jobs of one tenant, or of all."""
+        with self._changed:
+            return sum(
+                job.state == JobState.READY and tenant_id in (None, job.tenant_id) for job in self._jobs.values()
+            )
+
+    def in_flight(self, tenant_id: str) -> int:
+        """Jobs of a tenant that are not ended."""
+        with self._changed:
+            self._tenant(tenant_id)
+            return len(self._of(tenant_id))
+
+    def completed(self, tenant_id: str) -> int:
+        """Completed jobs of a tenant."""
+        with self._changed:
+            return self._tenant(tenant_id).ended[JobState.COMPLETED]
+
+    def leased_samples(self, tenant_id: str) -> int:
+        """Samples leased for training to a tenant, expired leases given back."""
+        with self._changed:
+            return self._tenant(tenant_id).leased_samples
+
+    def targets_met(self) -> bool:
+        """True when every registered tenant has met its target or is stopped; without a target it is never met."""
+        with self._changed:
+            return bool(self._tenants) and not any(tenant.wants_more for tenant in self._tenants.values())
+
+    # ---- end and resume ------------------------------------------------------------------------------------------
+
+    @property
+    def closed(self) -> bool:
+        """True after :meth:`close`."""
+        return self._closed
+
+    def close(self) -> None:
+        """Admits and leases nothing from now on and wakes every waiter. Idempotent."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+
+    def state_dict(self) -> dict[str, Any]:
+        """JSON-able sequence numbers and counters. Jobs in flight are not part of it: producers make them again."""
+        with self._changed:
+            in_flight_samples = Counter()
+            for job in self._jobs.values():
+                if job.state == JobState.LEASED:
+                    in_flight_samples[job.tenant_id] += job.sample_count
+            return {
+                "seq": dict(self._seq),
+                "tenants": {
+                    name: {
+                        "ended": {state.value: count for state, count in r.ended.items()},
+                        "leased_samples": r.leased_samples - in_flight_samples[name],
+                        "share_offset": r.share_offset,
+                    }
+                    for name, r in self._tenants.items()
+                },
+            }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restores counters. Register the tenants first; names in ``state`` that are not registered are ignored.
+
+        Raises:
+            ValueError: jobs are in flight.
+        """
+        with self._changed:
+            if self._jobs:
+                raise ValueError(f"{len(self._jobs)} jobs are in flight: load the scheduler's state before reserving")
+            for name, value in state["seq"].items():
+                self._seq[name] = max(self._seq[name], value)
+            for name, saved in state["tenants"].items():
+                if name in self._tenants:
+                    tenant = self._tenants[name]
+                    tenant.ended = Counter({JobState(key): count for key, count in saved["ended"].items()})
+                    tenant.leased_samples = saved["leased_samples"]
+                    tenant.share_offset = saved["share_offset"]
+            self._changed.notify_all()
+
+    # ---- inside the lock -----------------------------------------------------------------------------------------
+
+    def _next(self, name: str) -> int:
+        self._seq[name] += 1
+        return self._seq[name]
+
+    def _tenant(self, tenant_id: str) -> _Registration:
+        if tenant_id not in self._tenants:
+            known = ", ".join(self._tenants) or "none"
+            raise ValueError(f"tenant {tenant_id!r} is not registered (registered: {known}): call register() first")
+        return self._tenants[tenant_id]
+
+    def _of(self, tenant_id: str) -> list[Job]:
+        return [job for job in self._jobs.values() if job.tenant_id == tenant_id]
+
+    def _open(self, tenant_id: str) -> bool:
+        return not self._closed and tenant_id in self._tenants and self._tenants[tenant_id].wants_more
+
+    def _has_room(self, tenant: _Registration) -> bool:
+        if not self._open(tenant.tenant_id):
+            return False
+        in_flight = len(self._of(tenant.tenant_id))
+        covered = tenant.target_jobs is not None and tenant.ended[JobState.COMPLETED] + in_flight >= tenant.target_jobs
+        return in_flight < tenant.bound and not covered
+
+    def _job(self, job_id: str, lease_id: int | None) -> Job:
+        job = self._jobs.get(job_id) or self._ended.get(job_id)
+        if job is None:
+            raise ValueError(
+                f"job {job_id!r} is unknown (never made, or older than the last {self._history} ended jobs)"
+            )
+        if lease_id is not None and not job.state.terminal and lease_id != job.lease_id:
+            raise LeaseLost(
+                f"tenant {job.tenant_id!r}: lease {lease_id} of job {job_id} has expired; it is {job.state} now"
+            )
+        return job
+
+    def _order(self, job: Job) -> tuple:
+        assert job.ready_seq is not None
+        return (-job.priority, self._tenants[job.tenant_id].share, job.ready_seq)
+
+    def _lease(self, job: Job, deadline_s: float) -> Job:
+        job.lease_id = self._next("lease")
+        job.lease_deadline = self._clock() + deadline_s
+        if job.state == JobState.READY:
+            self._tenants[job.tenant_id].leased_samples += job.sample_count
+        self._enter(job, _LEASED_AS[job.state])
+        return _copy(job)
+
+    def _return_expired(self, now: float) -> list[Job]:
+        returned = []
+        for job in self._jobs.values():
+            if job.lease_deadline is not None and job.lease_deadline <= now:
+                if job.state == JobState.LEASED:
+                    self._tenants[job.tenant_id].leased_samples -= job.sample_count
+                job.lease_id = job.lease_deadline = None
+                job.metadata["lease_expirations"] = job.metadata.get("lease_expirations", 0) + 1
+                self._enter(job, _RETURNS_TO[job.state])
+                returned.append(_copy(job))
+        return returned
+
+    def _enter(self, job: Job, state: JobState) -> None:
+        job.state = state
+        job.timestamps[state.value] = self._clock()
+        self._changed.notify_all()
+
+    def _end(self, job: Job, state: JobState, reason: str) -> Job:
+        assert not job.state.terminal and state.terminal
+        del self._jobs[job.job_id]
+        job.reason = reason
+        job.lease_id = job.lease_deadline = None
+        self._enter(job, state)
+        self._tenants[job.tenant_id].ended[state] += 1
+        self._ended[job.job_id] = job
+        while len(self._ended) > self._history:
+            self._ended.popitem(last=False)
+        return _copy(job)
+
+    def _give_up(self, job_id: str, state: JobState, reason: str, lease_id: int | None) -> Job:
+        with self._changed:
+            job = self._job(job_id, lease_id)
+            if job.state.terminal:
+                return _copy(job)
+            ended = self._end(job, state, reason)
+        self._announce([ended])
+        return ended
+
+    def _illegal(self, job: Job, state: JobState, hint: str) -> IllegalTransition:
+        because = f" ({job.reason})" if job.reason else ""
+        return IllegalTransition(
+            f"tenant {job.tenant_id!r}: {job.task_type} job {job.job_id} is {job.state}{because} "
+            f"and cannot become {state}: {hint}",
+            _copy(job),
+        )
+
+    # ---- outside the lock ----------------------------------------------------------------------------------------
+
+    def _announce(self, ended: list[Job]) -> None:
+        if self.on_terminal is not None:
+            for job in ended:
+                self.on_terminal(job)
+
+
+def _is_stale(job: Job, actor_version: int) -> bool:
+    if job.behavior_policy_version is None or job.max_policy_staleness is None:
+        return False
+    return actor_version - job.behavior_policy_version > job.max_policy_staleness
+
+
+def _copy(job: Job) -> Job:
+    return replace(job, timestamps=dict(job.timestamps), metadata=dict(job.metadata))

@@ -1,0 +1,413 @@
+"""Everything of a run that is not a Lightning module: queues, producers, served policies, events, checkpoints."""
+
+from __future__ import annotations
+
+import logging
+import signal
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from nexus_lightning.backbone import Backbone
+from nexus_lightning.checkpoint import write_payload
+from nexus_lightning.config import NexusConfig, dataset_root
+from nexus_lightning.environment import SimulatorEnv
+from nexus_lightning.loop import Lease
+from nexus_lightning.monitoring.events import EventLog
+from nexus_lightning.monitoring.progress import RunStatus, TenantStatus
+from nexus_lightning.objectives import PPOObjective, SFTObjective
+from nexus_lightning.producers.base import Producer
+from nexus_lightning.producers.demonstrations import DemonstrationProducer, DemonstrationReader, open_dataset
+from nexus_lightning.producers.evaluation import EvalResult, EvaluationProducer, Evaluator, result_dict
+from nexus_lightning.producers.rollouts import RolloutProducer
+from nexus_lightning.queues.inference import ServedPolicies, TenantInferenceServer
+from nexus_lightning.queues.jobs import Job, LeaseLost, Scheduler
+from nexus_lightning.queues.training import TrainingQueue
+from nexus_lightning.tenant import TenantSlot, derive_seed
+
+log = logging.getLogger(__name__)
+
+#: Columns that the actor reads, by task.
+OBJECTIVE_FIELDS = {"sft": SFTObjective.fields, "rl": PPOObjective.fields}
+
+
+class Runtime:
+    """Owns the queues, the inference server, one producer per tenant and the run folder.
+
+    Lifecycle: built before ``fit``; :meth:`start` in ``on_train_start`` (after a checkpoint was restored); the loop calls
+    :meth:`read_partition`, :meth:`publish`, :meth:`complete`; :meth:`finish` runs last evaluations and the last save;
+    :meth:`close` ends every thread and process.
+
+    Args:
+        config: validated.
+        backbone: shared with the module.
+        slots: tenant name -> slot.
+        run_dir: the run's folder.
+        datasets: opened LeRobotDatasets of SFT tenants (opened for their statistics already).
+    """
+
+    def __init__(
+        self,
+        config: NexusConfig,
+        backbone: Backbone,
+        slots: dict[str, TenantSlot],
+        run_dir: Path,
+        datasets: dict[str, Any],
+    ) -> None:
+        self.config, self.backbone, self.slots, self.run_dir = config, backbone, slots, run_dir
+        self.datasets = datasets
+        self.fingerprint = backbone.fingerprint
+        self.lease_deadline_s = config.queues.training.lease_deadline_s
+        self.events = EventLog(run_dir / "events.jsonl")
+        self.queue = TrainingQueue(max_bytes_per_tenant=int(config.queues.training.max_gb_per_tenant * 1e9))
+        self.scheduler = Scheduler(on_terminal=self._clear)
+        self.served = ServedPolicies(backbone)
+        self.server = TenantInferenceServer(
+            self.served,
+            max_batch_size=config.queues.inference.max_batch_size,
+            min_batch_size=config.queues.inference.min_batch_size,
+            timeout_s=config.queues.inference.timeout_s,
+            on_batch=self._on_batch,
+        )
+        self.status = RunStatus(
+            tenants={n: TenantStatus(task=s.spec.config.task, target=s.spec.config.target_jobs) for n, s in slots.items()}
+        )
+        self.producers: list[Producer] = []
+        self.evaluators: dict[str, Evaluator] = {}
+        self.readers: dict[str, DemonstrationReader] = {}
+        self.on_metrics: Callable[[dict[str, float], int], None] = lambda metrics, step: None
+        self.job_index = 0
+        self.interrupted = False
+        self.deadline_s: float | None = None
+        self._saved: dict[str, str] = {}  # tenant -> payload folder, relative to the run folder
+        self._saved_versions: dict[str, int] = {}
+        self._restored_scheduler: dict[str, Any] | None = None
+        self._metrics_lock = threading.Lock()
+        self._closed = False
+
+    # ------------------------------------------------------------------------------------------ start and end
+
+    def start(self) -> None:
+        """Register tenants, publish their current heads, start the server and the producers."""
+        fast = self.config.trainer.fast_dev_run
+        for slot in self.slots.values():
+            config = slot.spec.config
+            self.scheduler.register(
+                slot.name,
+                config.task,
+                priority=config.priority,
+                max_in_flight=config.max_in_flight,
+                max_policy_staleness=config.max_policy_staleness,
+                target_jobs=1 if fast else config.target_jobs,
+                weight=config.weight,
+            )
+        if self._restored_scheduler is not None:
+            self.scheduler.load_state_dict(self._restored_scheduler)
+        self.server.start()
+        for slot in self.slots.values():
+            self.publish(slot)
+            if slot.quarantined is not None:
+                self.scheduler.fail_all(slot.name, slot.quarantined)
+                continue
+            self.producers += self._producers(slot)
+        for name, evaluator in self.evaluators.items():
+            slot = self.slots[name]
+            if slot.spec.config.eval.at_start and not slot.evaluations and not fast:
+                evaluator.request()
+        for producer in self.producers:
+            producer.start()
+
+    def _producers(self, slot: TenantSlot) -> list[Producer]:
+        config = slot.spec.config
+        producers: list[Producer] = []
+        env = self._environment(slot)
+        evaluator = None if env is None else self._evaluator(slot, env)
+        if config.task == "rl":
+            assert env is not None
+            producers.append(
+                RolloutProducer(
+                    slot,
+                    env,
+                    evaluator,
+                    self.served,
+                    self.server,
+                    self.scheduler,
+                    self.queue,
+                    self.quarantine,
+                    self._on_rollout,
+                    self.events.now,
+                    self.lease_deadline_s,
+                )
+            )
+            return producers
+        assert config.dataset is not None
+        dataset = self.datasets.pop(slot.name, None)
+        if dataset is None:
+            dataset = open_dataset(config.dataset, slot.spec.schema, dataset_root(config, self.config.data_dir))
+        reader = self.readers[slot.name] = DemonstrationReader(
+            dataset, config.dataset, slot.spec.schema, self.backbone
+        )
+        status = self.status.tenants[slot.name]
+
+        def on_progress(text: str) -> None:
+            status.state = text
+
+        producers.append(
+            DemonstrationProducer(slot, reader, self.scheduler, self.queue, self.quarantine, on_progress)
+        )
+        if evaluator is not None:
+            producers.append(EvaluationProducer(evaluator, self.quarantine))
+        return producers
+
+    def _environment(self, slot: TenantSlot) -> SimulatorEnv | None:
+        config = slot.spec.config
+        if config.environment is None:
+            return None
+        return SimulatorEnv(
+            config.environment.simulator,
+            slot.spec.schema,
+            slot.normalizer,
+            num_envs=config.environment.num_envs if config.task == "rl" else config.eval.num_envs,
+            seed=derive_seed(slot.spec.seed, "environment") % 2**31,
+            tenant=slot.name,
+            inline=config.environment.inline,
+        )
+
+    def _evaluator(self, slot: TenantSlot, env: SimulatorEnv) -> Evaluator:
+        config = slot.spec.config.eval
+        episodes = 1 if self.config.trainer.fast_dev_run else config.episodes
+        evaluator = Evaluator(
+            slot.name,
+            env,
+            self.served,
+            self.server,
+            list(range(config.first_seed, config.first_seed + episodes)),
+            self._on_evaluation,
+            lambda start, end: self.events.span("environment", {slot.name: episodes}, start, end, kind="eval"),
+            self.events.now,
+            self.run_dir / "videos" / f"{slot.name}.mp4" if config.video else None,
+        )
+        self.evaluators[slot.name] = evaluator
+        return evaluator
+
+    def finish(self) -> None:
+        """After the last job: evaluate every tenant's last version (unless interrupted)."""
+        if self.interrupted:
+            return
+        waiting = []
+        for name, evaluator in self.evaluators.items():
+            slot = self.slots[name]
+            if slot.quarantined is None:
+                evaluator.request(video=True)
+                waiting.append(evaluator)
+        while any(not evaluator.wait_idle(timeout_s=0.5) for evaluator in waiting):
+            self.tick()
+            if self.interrupted:
+                return
+
+    def close(self) -> None:
+        """Stop producers, server, simulators. Idempotent."""
+        if self._closed:
+            return
+        self._closed = True
+        for producer in self.producers:
+            producer.stop()
+        self.scheduler.close()
+        self.queue.close()
+        for producer in self.producers:
+            if producer.ident is not None:
+                producer.join(timeout=60)
+        self.server.shutdown()
+        self.events.close()
+
+    def install_signal_handlers(self) -> Callable[[], None]:
+        """SIGINT and SIGTERM ask for a clean stop after the current job; a second SIGINT interrupts at once.
+
+        Returns:
+            A function that puts the previous handlers back.
+        """
+        if threading.current_thread() is not threading.main_thread():
+            return lambda: None
+        previous = {s: signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM)}
+
+        def handler(signum: int, frame: Any) -> None:
+            del frame
+            if self.interrupted and signum == signal.SIGINT:
+                raise KeyboardInterrupt
+            self.interrupted = True
+            print(f"\n{signal.Signals(signum).name}: finishing the current job, saving, stopping", flush=True)
+
+        for signum in previous:
+            signal.signal(signum, handler)
+
+        def restore() -> None:
+            for signum, old in previous.items():
+                signal.signal(signum, old)
+
+        return restore
+
+    # ----------------------------------------------------------------------------------------- the loop's verbs
+
+    def finished(self) -> bool:
+        """True when no further job should be leased."""
+        trainer = self.config.trainer
+        if self.interrupted or (self.deadline_s is not None and time.monotonic() >= self.deadline_s):
+            return True
+        if trainer.max_jobs is not None and self.job_index >= trainer.max_jobs:
+            return True
+        return bool(self.producers) and self.scheduler.targets_met()
+
+    def tick(self) -> None:
+        """Refresh what the progress bar shows (queue depths); cheap."""
+        counts = self.scheduler.counts()
+        states: dict[str, int] = {}
+        for tenant in counts.values():
+            for state, n in tenant.items():
+                states[state] = states.get(state, 0) + n
+        self.status.training_queue = {k: states.get(k, 0) for k in ("reserved", "needs_advantages", "ready", "leased")}
+
+    def actor_versions(self) -> dict[str, int]:
+        return {name: slot.policy_version for name, slot in self.slots.items() if slot.quarantined is None}
+
+    def read(self, job: Job) -> Lease:
+        """The columns of a leased job that its objective reads (views, no copy)."""
+        fields = OBJECTIVE_FIELDS[job.task_type]
+        meta = self.queue.get_meta(fields, None, job.partition_id, "train")
+        assert meta is not None, f"job {job.job_id} was ready without its columns"
+        return Lease(job, meta, self.queue.get_data(meta))
+
+    def publish(self, slot: TenantSlot) -> None:
+        """Hand the tenant's head to the inference queue under its policy version (digest compared there)."""
+        self.served.publish(slot.name, slot.policy_version, slot.head, slot.normalizer, slot.spec.schema)
+
+    def complete(self, slot: TenantSlot, lease: Lease, metrics: dict[str, float]) -> None:
+        """After publication: end the job, log, ask for an evaluation when one is due."""
+        job = lease.job
+        try:
+            self.queue.ack(lease.meta)
+            self.scheduler.complete(job.job_id, lease_id=job.lease_id, policy_version=slot.policy_version)
+        except LeaseLost as error:
+            self.quarantine(slot.name, str(error), "")
+            return
+        self.job_index += 1
+        status = self.status.tenants[slot.name]
+        status.jobs, status.version, status.loss = slot.jobs_completed, slot.policy_version, metrics["loss"]
+        staleness = {}
+        if job.behavior_policy_version is not None:
+            staleness["staleness"] = float(slot.policy_version - 1 - job.behavior_policy_version)
+        self.log(slot.name, "train", {**metrics, **staleness})
+        every = slot.spec.config.eval.every_n_jobs
+        evaluator = self.evaluators.get(slot.name)
+        if every is not None and evaluator is not None and slot.jobs_completed % every == 0:
+            target = slot.spec.config.target_jobs
+            if target is None or slot.jobs_completed < target:  # the last version is evaluated by finish()
+                evaluator.request(slot.policy_version)
+
+    def quarantine(self, tenant: str, reason: str, details: str) -> None:
+        """Take one tenant out of the run: fail its jobs, stop its producers, keep its last saved payload."""
+        slot = self.slots[tenant]
+        if slot.quarantined is not None or self._closed:
+            return
+        slot.quarantined = reason
+        self.status.tenants[tenant].state = "quarantined"
+        self.events.point("quarantine", tenant, reason=reason)
+        (self.run_dir / "errors").mkdir(exist_ok=True)
+        (self.run_dir / "errors" / f"{tenant}.txt").write_text(details or reason)
+        log.error("tenant %s is quarantined: %s (traceback in errors/%s.txt)", tenant, reason, tenant)
+        for producer in self.producers:
+            if producer.tenant == tenant:
+                producer.stop()
+        self.scheduler.fail_all(tenant, reason)
+
+    def log(self, tenant: str, group: str, metrics: dict[str, float]) -> None:
+        """``<group>/<tenant>/<metric>`` at the current job index, with the wall time."""
+        slot = self.slots[tenant]
+        row = {f"{group}/{tenant}/{k}": v for k, v in metrics.items()}
+        row[f"{tenant}/step"] = float(slot.jobs_completed)
+        row["time_s"] = self.events.now()
+        with self._metrics_lock:
+            self.on_metrics(row, self.job_index)
+
+    # ---------------------------------------------------------------------------------------------- checkpoints
+
+    def save_payloads(self) -> None:
+        """Write every tenant whose version is not on disk yet. A quarantined tenant keeps what it had."""
+        for name, slot in self.slots.items():
+            if slot.quarantined is not None or self._saved_versions.get(name) == slot.policy_version:
+                continue
+            assert slot.optimizer is not None
+            pinned = [Path(p).name for p in (self._saved.get(name),) if p is not None]
+            path = write_payload(
+                self.run_dir / "tenants",
+                name,
+                slot.policy_version,
+                tensors=slot.tensors(),
+                optimizer=slot.optimizer.state_dict(),
+                rng=slot.rng.state,
+                state=slot.state(),
+                manifest=slot.manifest(self.config.backbone, self.fingerprint),
+                keep=self.config.trainer.keep_payloads,
+                pinned=pinned,
+            )
+            self._saved[name] = str(path.relative_to(self.run_dir))
+            self._saved_versions[name] = slot.policy_version
+
+    def checkpoint_state(self) -> dict[str, Any]:
+        """What Lightning's checkpoint says about the tenants (JSON-able; tensors are in the payloads)."""
+        return {
+            "tenants": dict(self._saved),
+            "scheduler": self.scheduler.state_dict(),
+            "job_index": self.job_index,
+            "backbone_fingerprint": self.fingerprint,
+        }
+
+    def restore(self, saved: dict[str, Any]) -> None:
+        if saved["backbone_fingerprint"] != self.fingerprint:
+            raise ValueError(
+                "ckpt_path: the checkpoint was trained on another backbone (its fingerprint is "
+                f"{saved['backbone_fingerprint'][:12]}, this one's {self.fingerprint[:12]}); set the same backbone"
+            )
+        self._saved = dict(saved["tenants"])
+        self._saved_versions = {n: self.slots[n].policy_version for n in self._saved if n in self.slots}
+        self._restored_scheduler = saved["scheduler"]
+        self.job_index = saved["job_index"]
+        for name, slot in self.slots.items():
+            status = self.status.tenants[name]
+            status.jobs, status.version = slot.jobs_completed, slot.policy_version
+
+    # ------------------------------------------------------------------------------------------------ callbacks
+
+    def _clear(self, job: Job) -> None:
+        self.queue.clear(job.partition_id)
+
+    def _on_batch(self, tenants: dict[str, int], start_s: float, end_s: float, encodes: int) -> None:
+        offset = self.events.now() - time.monotonic()
+        self.events.span("inference", tenants, start_s + offset, end_s + offset, kind=f"encode{encodes}")
+
+    def _on_rollout(self, tenant: str, job: Job, metrics: dict[str, float], start_s: float, end_s: float) -> None:
+        self.events.span("environment", {tenant: job.sample_count}, start_s, end_s, kind="rollout")
+        if "episode_return" in metrics:
+            self.status.tenants[tenant].episode_return = metrics["episode_return"]
+        self.log(tenant, "train", metrics)
+
+    def _on_evaluation(self, result: EvalResult, video: Path | None) -> None:
+        slot = self.slots[result.tenant]
+        slot.evaluations.append({**result_dict(result), "jobs_completed": slot.jobs_completed})
+        self.status.tenants[result.tenant].success_rate = result.success_rate
+        self.log(
+            result.tenant,
+            "eval",
+            {
+                "success_rate": result.success_rate,
+                "n": float(result.n),
+                "ci_low": result.ci_low,
+                "ci_high": result.ci_high,
+                "episode_return": result.episode_return,
+                "episode_length": result.episode_length,
+                "policy_version": float(result.policy_version),
+            },
+        )
+        if video is not None:
+            self.events.point("video", result.tenant, path=str(video.relative_to(self.run_dir)))

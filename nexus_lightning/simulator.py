@@ -1,0 +1,340 @@
+"""One real simulator, and the process it lives in.
+
+This module needs numpy only: a worker process imports it and then just the simulator, not torch or TorchRL
+(their import takes longer than most resets). :mod:`nexus_lightning.environment` turns simulators into a TorchRL
+environment and re-exports the names below.
+
+::
+
+    SimulatorEnv (main process)                  worker process i
+      send("reset", seed) ───────── pipe ──────►  Simulator.reset, observe
+      send("chunk", actions [K, A]) ── pipe ───►  execute_chunk, observe (renders once per chunk)
+      receive(timeout_s) ◄───────── pipe ───────  answer, or the traceback of what went wrong
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import sys
+import time
+import traceback
+from dataclasses import dataclass
+from multiprocessing.connection import Connection, wait
+from typing import Any, ClassVar
+
+import numpy as np
+
+#: Thread settings of a worker process unless the caller's environment says otherwise: with one process per simulator,
+#: more threads per process only fight each other.
+WORKER_ENVIRONMENT = {
+    "OMP_NUM_THREADS": "1",
+    "MKL_NUM_THREADS": "1",
+    "OPENBLAS_NUM_THREADS": "1",
+    "NUMBA_NUM_THREADS": "1",
+    "LP_NUM_THREADS": "1",  # llvmpipe, the software renderer of Mesa
+}
+#: Seconds a worker gets to close its simulator before it is terminated.
+CLOSE_TIMEOUT_S = 5.0
+
+
+@dataclass
+class StepResult:
+    """What one control step gave."""
+
+    reward: float
+    success: bool
+    terminated: bool
+    truncated: bool
+
+
+@dataclass
+class ChunkResult:
+    """What one executed chunk gave; ``executed`` is bool ``[K]``."""
+
+    reward: float
+    success: bool
+    terminated: bool
+    truncated: bool
+    executed: np.ndarray
+
+    def __iter__(self):
+        return iter((self.reward, self.success, self.terminated, self.truncated, self.executed))
+
+
+class Simulator:
+    """One simulated robot in one scene. Subclasses live in ``envs/`` and are named by ``_target_`` in a config.
+
+    A simulator is built, used and closed inside one process of its own (or in the main process when it is light and
+    ``SimulatorEnv(inline=True)``). It knows nothing of chunks, normalisation or tenants: it takes one action in its
+    native convention and control rate at a time. Episodes end at ``terminated`` or ``truncated``; nothing resets by
+    itself.
+
+    Required: ``gripper``, ``reset``, ``step``, ``observe``. Optional: ``render_frame`` (videos), ``get_state`` and
+    ``set_state`` (demonstrations are then rendered after the fact, successful episodes only), ``close``.
+
+    Example:
+        >>> import numpy as np
+        >>> class Corridor(Simulator):
+        ...     gripper = "none"
+        ...     def reset(self, seed): self.x = float(np.random.default_rng(seed).uniform(-1, 0))
+        ...     def step(self, action):
+        ...         self.x += float(action[0])
+        ...         return StepResult(float(self.x > 1), self.x > 1, self.x > 1, False)
+        ...     def observe(self):
+        ...         return {"image": {}, "state": np.array([self.x], np.float32), "instruction": "walk right"}
+        >>> sim = Corridor(); sim.reset(seed=0)
+        >>> result = execute_chunk(sim, np.ones((4, 1), np.float32))
+        >>> result.reward, result.terminated, result.executed.tolist()
+        (1.0, True, [True, True, False, False])
+    """
+
+    #: Native sign of the gripper action: ``open_positive``, ``close_positive`` or ``none``.
+    gripper: ClassVar[str]
+
+    def reset(self, seed: int) -> None:
+        """Starts a new episode; one seed always gives the same initial state."""
+        raise NotImplementedError
+
+    def step(self, action: np.ndarray) -> StepResult:
+        """One control step. ``action``: float32 ``[A]`` in [-1, 1], native convention. Does not render."""
+        raise NotImplementedError
+
+    def observe(self) -> dict[str, Any]:
+        """``{"image": {camera: uint8 [3, H, W]}, "state": float32 [S], "instruction": str}``. The only place that
+        renders what the policy sees; called after a reset and at the end of each chunk."""
+        raise NotImplementedError
+
+    def render_frame(self) -> np.ndarray:
+        """Frame for a video, uint8 ``[H, W, 3]``, upright."""
+        raise NotImplementedError(f"{type(self).__name__} has no render_frame: no video can be made")
+
+    def get_state(self) -> np.ndarray | None:
+        """Everything that :meth:`set_state` needs to render this moment again; None when not supported."""
+        return None
+
+    def set_state(self, state: np.ndarray) -> None:
+        """Puts a state of :meth:`get_state` back so that :meth:`observe` shows it."""
+        raise NotImplementedError
+
+    def close(self) -> None:
+        """Frees the simulator; called once."""
+
+
+def execute_chunk(sim: Simulator, actions: np.ndarray) -> ChunkResult:
+    """Carries out the rows of ``actions`` ``[K, A]`` until the first done.
+
+    ::
+
+        actions   a0   a1   a2   a3          done at a1:
+        executed  yes  yes  no   no          reward = r0 + r1; a2, a3 never reach the simulator
+
+    Returns:
+        The reward sum over the executed steps, whether any of them succeeded, how the last one ended, and the mask.
+    """
+    executed = np.zeros(len(actions), dtype=bool)
+    reward, success, step = 0.0, False, StepResult(0.0, False, False, False)
+    for k, action in enumerate(actions):
+        step = sim.step(action)
+        executed[k] = True
+        reward += float(step.reward)
+        success |= bool(step.success)
+        if step.terminated or step.truncated:
+            break
+    return ChunkResult(reward, success, bool(step.terminated), bool(step.truncated), executed)
+
+
+class SimulatorError(RuntimeError):
+    """A simulator raised; the message carries the worker's traceback."""
+
+
+class SimulatorDied(RuntimeError):
+    """A simulator's process ended or stopped answering.
+
+    Attributes:
+        tenant: tenant that owns the environment.
+        index: which of the environment's simulators it was.
+        exit_code: of the process (negative: the signal that ended it); None when it was still running.
+        reason: what was seen.
+    """
+
+    def __init__(self, tenant: str, index: int, exit_code: int | None, reason: str) -> None:
+        super().__init__(f"tenant {tenant!r}: simulator {index} died (exit code {exit_code}): {reason}")
+        self.tenant, self.index, self.exit_code, self.reason = tenant, index, exit_code, reason
+
+    def __reduce__(self):
+        return type(self), (self.tenant, self.index, self.exit_code, self.reason)
+
+
+def build_simulator(config: dict[str, Any]) -> Simulator:
+    """Instantiates ``{"_target_": "package.module.Class", **kwargs}``."""
+    from hydra.utils import instantiate
+
+    return instantiate(config, _convert_="all")
+
+
+class SimulatorHost:
+    """Answers the commands of :class:`SimulatorEnv` on one simulator (in a worker process, or inline)."""
+
+    def __init__(self, config: dict[str, Any]) -> None:
+        self.sim = build_simulator(config)
+
+    def reset(self, seed: int, frame: bool) -> dict[str, Any]:
+        self.sim.reset(seed)
+        return self._view(frame)
+
+    def chunk(self, actions: np.ndarray, frame: bool) -> dict[str, Any]:
+        return {"result": execute_chunk(self.sim, actions), **self._view(frame)}
+
+    def close(self) -> None:
+        self.sim.close()
+
+    def _view(self, frame: bool) -> dict[str, Any]:
+        view = {"observation": self.sim.observe(), "gripper": self.sim.gripper}
+        return {**view, "frame": self.sim.render_frame()} if frame else view
+
+
+class InlineSimulator:
+    """A :class:`SimulatorHost` in this process behind the interface of :class:`SimulatorProcess`."""
+
+    def __init__(self, config: dict[str, Any], tenant: str, index: int) -> None:
+        self._host = SimulatorHost(config)
+        self._answer: Any = None
+        self.alive = True
+
+    def send(self, command: str, *arguments: Any) -> None:
+        self._answer = getattr(self._host, command)(*arguments)
+
+    def receive(self, timeout_s: float) -> Any:
+        return self._answer
+
+    def close(self) -> None:
+        if self.alive:
+            self.alive = False
+            self._host.close()
+
+
+class SimulatorProcess:
+    """A simulator in a spawned daemon process: started here, asked through a pipe, closed or killed here.
+
+    Any failure (exception in the worker, death, timeout) ends the process; start a new one to go on. ``host`` is the
+    class that answers the commands in the worker.
+    """
+
+    def __init__(
+        self, config: dict[str, Any], tenant: str, index: int, host: type[SimulatorHost] = SimulatorHost
+    ) -> None:
+        self.tenant, self.index = tenant, index
+        context = multiprocessing.get_context("spawn")
+        self._pipe, theirs = context.Pipe()
+        self._process = context.Process(
+            target=worker_main,
+            args=(theirs, config, host),
+            name=f"simulator-{tenant}-{index}",
+            daemon=True,
+        )
+        self._process.start()
+        theirs.close()
+
+    @property
+    def alive(self) -> bool:
+        return not self._pipe.closed and self._process.is_alive()
+
+    @property
+    def pid(self) -> int | None:
+        return self._process.pid
+
+    def fileno(self) -> int:
+        """Readable when an answer is there or the process has ended (for ``multiprocessing.connection.wait``)."""
+        return self._pipe.fileno()
+
+    def send(self, command: str, *arguments: Any) -> None:
+        """Sends one command; its answer is fetched by :meth:`receive`."""
+        try:
+            self._pipe.send((command, arguments))
+        except (BrokenPipeError, OSError):
+            raise self._died("the pipe is closed") from None
+
+    def receive(self, timeout_s: float) -> Any:
+        """The answer to the last command.
+
+        Raises:
+            SimulatorError: the simulator raised; its traceback is in the message.
+            SimulatorDied: the process ended, or did not answer within ``timeout_s`` seconds (it is killed then).
+        """
+        deadline = time.monotonic() + timeout_s
+        if not wait([self._pipe, self._process.sentinel], max(0.0, deadline - time.monotonic())):
+            self._kill()
+            raise self._died(f"no answer within {timeout_s:.0f} s", exit_code=None)
+        try:
+            status, answer = self._pipe.recv()
+        except (EOFError, ConnectionError):
+            raise self._died("its process ended in the middle of a call") from None
+        if status == "error":
+            self.close()
+            raise SimulatorError(f"tenant {self.tenant!r}: simulator {self.index} raised\n{answer}")
+        return answer
+
+    def close(self) -> None:
+        """Asks the process to end, then makes it. Safe to call twice."""
+        if self._pipe.closed:
+            return
+        try:
+            self._pipe.send(("stop", ()))
+        except (BrokenPipeError, OSError):
+            pass  # already gone: the join below returns at once
+        self._process.join(CLOSE_TIMEOUT_S)
+        self._kill()
+
+    def _kill(self) -> None:
+        if self._process.is_alive():
+            self._process.kill()
+        self._process.join()
+        self._pipe.close()
+
+    def _died(self, reason: str, exit_code: int | str | None = "of the process") -> SimulatorDied:
+        self._process.join(CLOSE_TIMEOUT_S)
+        self._kill()
+        if exit_code == "of the process":
+            exit_code = self._process.exitcode
+        return SimulatorDied(self.tenant, self.index, exit_code, reason)
+
+
+def prepare_worker_process() -> None:
+    """Settings of a process that runs a simulator: one thread each, no stdin, Ctrl-C is the parent's business."""
+    for name, value in WORKER_ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
+    # Some simulators ask questions on stdin at import or when an asset is missing: an end of file answers at once.
+    null = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(null, 0)
+    os.close(null)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+
+def limit_torch_threads() -> None:
+    """One intra-op thread, if the simulator imported torch."""
+    if "torch" in sys.modules:
+        sys.modules["torch"].set_num_threads(1)
+
+
+def worker_main(pipe: Connection, config: dict[str, Any], host_class: type[SimulatorHost]) -> None:
+    """Entry point of a worker: builds the simulator, answers commands, ends at "stop" or when the parent is gone."""
+    prepare_worker_process()
+    host = None
+    try:
+        host = host_class(config)
+        limit_torch_threads()
+        while True:
+            command, arguments = pipe.recv()
+            if command == "stop":
+                break
+            pipe.send(("ok", getattr(host, command)(*arguments)))
+    except EOFError:
+        pass  # the parent is gone
+    except Exception:  # whatever it is, the parent raises it with this traceback
+        # An error while building the simulator is the answer to the command that is already waiting in the pipe.
+        pipe.send(("error", traceback.format_exc()))
+    finally:
+        if host is not None:
+            host.close()

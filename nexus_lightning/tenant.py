@@ -1,0 +1,213 @@
+"""One tenant from its config to everything mutable it owns: spec -> slot.
+
+A slot is private: head, normaliser, optimizer, LR schedule, random state, policy version, data cursor. Nothing in it
+depends on which other tenants exist or in which order they registered.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import itertools
+import math
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import torch
+from hydra.utils import get_class
+from torch import Tensor
+
+from nexus_lightning.backbone import Backbone
+from nexus_lightning.config import TenantConfig, schema_of, split_head
+from nexus_lightning.head import ActionHead
+from nexus_lightning.schema import NormalizationStats, Normalizer, TenantSchema
+
+_registrations = itertools.count()
+
+
+@dataclass(frozen=True)
+class TenantSpec:
+    """A validated tenant, compiled: what to build, from which seed."""
+
+    name: str
+    config: TenantConfig
+    schema: TenantSchema
+    seed: int
+
+    @classmethod
+    def compile(cls, name: str, config: TenantConfig, run_seed: int) -> TenantSpec:
+        seed = config.seed if config.seed is not None else derive_seed(run_seed, name)
+        return cls(name, config, schema_of(config.schema), seed)
+
+
+def derive_seed(*parts: object) -> int:
+    """A 63-bit seed from any parts; independent streams for independent names."""
+    text = ":".join(map(str, parts)).encode()
+    return int.from_bytes(hashlib.sha256(text).digest()[:8], "big") >> 1
+
+
+class TenantRng:
+    """The tenant's own random stream for its training steps.
+
+    Inside :meth:`scope` the global torch generator carries the tenant's state, so dropout and a head's plain
+    ``torch.randn`` draw from the tenant's stream and from nothing else. Other threads of this program never draw from
+    the global generator (they hold generators of their own), so the swap is safe.
+    """
+
+    def __init__(self, seed: int) -> None:
+        self.state = torch.Generator().manual_seed(seed).get_state()
+
+    @contextlib.contextmanager
+    def scope(self) -> Iterator[None]:
+        outside = torch.get_rng_state()
+        torch.set_rng_state(self.state)
+        try:
+            yield
+        finally:
+            self.state = torch.get_rng_state()
+            torch.set_rng_state(outside)
+
+
+@dataclass
+class TenantSlot:
+    """Everything mutable of one tenant. ``registration_id`` is never reused inside a process."""
+
+    spec: TenantSpec
+    head: ActionHead
+    normalizer: Normalizer
+    rng: TenantRng
+    registration_id: int = field(default_factory=lambda: next(_registrations))
+    optimizer: torch.optim.Optimizer | None = None
+    scheduler: torch.optim.lr_scheduler.LambdaLR | None = None
+    policy_version: int = 0
+    jobs_completed: int = 0
+    optimizer_steps: int = 0
+    cursor: int = 0  # next training job's index in the tenant's data stream; jobs before it are trained
+    quarantined: str | None = None  # the reason, once a failure has taken the tenant out of the run
+    evaluations: list[dict[str, Any]] = field(default_factory=list)
+
+    @property
+    def name(self) -> str:
+        return self.spec.name
+
+    def build_optimizer(self) -> None:
+        """AdamW over exactly this head's parameters, and its schedule (bound here, never by ``requires_grad``)."""
+        _, _, settings = split_head(self.spec.config.head)
+        lr = float(settings["lr"])
+        critic = [p for n, p in self.head.named_parameters() if n.startswith("value_head.")]
+        policy = [p for n, p in self.head.named_parameters() if not n.startswith("value_head.")]
+        groups = [{"params": policy, "lr": lr}]
+        if critic:
+            groups.append({"params": critic, "lr": float(settings.get("value_lr") or lr)})
+        self.optimizer = torch.optim.AdamW(
+            groups,
+            betas=tuple(settings.get("betas", (0.9, 0.999))),
+            weight_decay=float(settings.get("weight_decay", 0.0)),
+            fused=True,
+        )
+        self.scheduler = torch.optim.lr_scheduler.LambdaLR(self.optimizer, self._lr_factor(settings))
+
+    def _lr_factor(self, settings: dict[str, Any]):
+        warmup = int(settings.get("warmup_steps", 0))
+        total = self.total_steps
+        cosine = settings.get("lr_schedule", "constant") == "cosine"
+        assert not cosine or total is not None, "validated with the config"
+
+        def factor(step: int) -> float:
+            if step < warmup:
+                return (step + 1) / (warmup + 1)
+            if not cosine:
+                return 1.0
+            progress = (step - warmup) / max(1, (total or 1) - warmup)
+            return 0.5 * (1 + math.cos(math.pi * min(1.0, progress)))
+
+        return factor
+
+    @property
+    def total_steps(self) -> int | None:
+        """Optimizer steps until the completion target (SFT only)."""
+        config = self.spec.config
+        if config.target_jobs is None or config.dataset is None:
+            return None
+        return config.target_jobs * config.dataset.batches_per_job
+
+    @property
+    def grad_clip_norm(self) -> float | None:
+        value = split_head(self.spec.config.head)[2].get("grad_clip_norm")
+        return None if value is None else float(value)
+
+    # ------------------------------------------------------------------------------------------- payload
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Head and normaliser tensors under ``head.`` / ``normalizer.`` (what a payload holds)."""
+        return {
+            **{f"head.{k}": v for k, v in self.head.state_dict().items()},
+            **{f"normalizer.{k}": v for k, v in self.normalizer.state_dict().items()},
+        }
+
+    def load_tensors(self, tensors: dict[str, Tensor]) -> None:
+        """Inverse of :meth:`tensors`; missing or unexpected names are errors."""
+        for prefix, module in (("head.", self.head), ("normalizer.", self.normalizer)):
+            part = {k.removeprefix(prefix): v for k, v in tensors.items() if k.startswith(prefix)}
+            module.load_state_dict(part, strict=True)
+
+    def state(self) -> dict[str, Any]:
+        """JSON-able counters and schedule."""
+        assert self.scheduler is not None
+        return {
+            "lr_scheduler": {k: v for k, v in self.scheduler.state_dict().items() if k != "lr_lambdas"},
+            "policy_version": self.policy_version,
+            "jobs_completed": self.jobs_completed,
+            "optimizer_steps": self.optimizer_steps,
+            "cursor": self.cursor,
+            "quarantined": self.quarantined,
+            "evaluations": self.evaluations,
+        }
+
+    def load_state(self, state: dict[str, Any], optimizer: dict[str, Any], rng: Tensor) -> None:
+        assert self.optimizer is not None and self.scheduler is not None
+        self.optimizer.load_state_dict(optimizer)
+        self.scheduler.load_state_dict({**state["lr_scheduler"], "lr_lambdas": [None] * len(self.scheduler.lr_lambdas)})
+        self.rng.state = rng
+        for key in ("policy_version", "jobs_completed", "optimizer_steps", "cursor", "quarantined", "evaluations"):
+            setattr(self, key, state[key])
+
+    def manifest(self, backbone: dict[str, Any], backbone_fingerprint: str) -> dict[str, Any]:
+        """What a payload says about itself: enough to serve, evaluate and refuse it without the run."""
+        return {
+            "tenant": self.name,
+            "task": self.spec.config.task,
+            "policy_version": self.policy_version,
+            "schema": asdict(self.spec.schema),
+            "signature": self.spec.schema.signature,
+            "prefix_signature": self.spec.schema.prefix_signature,
+            "normalization": dict(self.normalizer.modes),
+            "backbone": backbone,
+            "backbone_fingerprint": backbone_fingerprint,
+            "config": asdict(self.spec.config),
+            "seed": self.spec.seed,
+        }
+
+
+def build_head(config: TenantConfig, schema: TenantSchema, backbone: Backbone, seed: int) -> ActionHead:
+    """The tenant's head, initialised from its own seed whatever was built before it."""
+    target, arguments, _ = split_head(config.head)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        head = get_class(target)(feature_spec=backbone.feature_spec(schema), schema=schema, **arguments)
+    if not isinstance(head, ActionHead):
+        raise TypeError(f"{target} is not an ActionHead; subclass nexus_lightning.head.ActionHead")
+    return head
+
+
+def build_slot(
+    spec: TenantSpec,
+    backbone: Backbone,
+    state_stats: NormalizationStats | None = None,
+    action_stats: NormalizationStats | None = None,
+) -> TenantSlot:
+    """Fresh slot: the same bits for the same (spec, backbone architecture), independent of other tenants."""
+    head = build_head(spec.config, spec.schema, backbone, derive_seed(spec.seed, "init"))
+    normalizer = Normalizer(spec.schema, state_stats, action_stats)
+    return TenantSlot(spec, head, normalizer, TenantRng(derive_seed(spec.seed, "train")))

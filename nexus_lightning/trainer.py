@@ -1,0 +1,434 @@
+"""``NexusTrainer`` (the Lightning Trainer that carries the loop) and :func:`train`, which ``train.py`` calls."""
+
+from __future__ import annotations
+
+import os
+import time
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import torch
+import yaml
+from hydra.utils import instantiate
+from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.loggers import Logger
+
+from nexus_lightning.backbone import Backbone
+from nexus_lightning.checkpoint import read_payload, resolve_payload
+from nexus_lightning.config import (
+    ConfigError,
+    NexusConfig,
+    TenantConfig,
+    TrainerConfig,
+    dataset_root,
+    digest_of,
+    schema_of,
+    split_head,
+    tenant_from_dict,
+    validate,
+)
+from nexus_lightning.demonstrations import record_demonstrations
+from nexus_lightning.loop import LeaseStream, MultiTenantFitLoop
+from nexus_lightning.module import MultiTenantModule
+from nexus_lightning.monitoring.banner import banner
+from nexus_lightning.monitoring.loggers import close_loggers, logger_problems, make_loggers
+from nexus_lightning.monitoring.progress import NexusProgressBar
+from nexus_lightning.monitoring.report import summary_table, write_report, write_summary
+from nexus_lightning.producers.demonstrations import dataset_stats, open_dataset
+from nexus_lightning.runtime import Runtime
+from nexus_lightning.tenant import TenantSlot, TenantSpec, build_slot
+
+LAST_CHECKPOINT = Path("checkpoints") / "last.ckpt"
+
+
+class TenantCheckpoint(Callback):
+    """Payloads first, then ``checkpoints/last.ckpt`` that names them: every n completed jobs and at the end.
+
+    Lightning's own triggers count optimizer steps of all tenants together and can miss (see its ``global_step``).
+    """
+
+    def __init__(self, runtime: Runtime) -> None:
+        self.runtime = runtime
+        self.every_n_jobs = runtime.config.trainer.checkpoint_every_n_jobs
+        self.saved_at = runtime.job_index
+
+    def on_train_batch_end(self, trainer: L.Trainer, *args: Any) -> None:
+        if self.runtime.job_index - self.saved_at >= self.every_n_jobs:
+            self.save(trainer)
+
+    def save(self, trainer: L.Trainer) -> None:
+        self.runtime.save_payloads()
+        path = self.runtime.run_dir / LAST_CHECKPOINT
+        temporary = path.with_suffix(".tmp")
+        trainer.save_checkpoint(temporary)
+        with temporary.open("rb") as file:
+            os.fsync(file.fileno())
+        temporary.replace(path)
+        self.saved_at = self.runtime.job_index
+
+
+class _RuntimeLifecycle(Callback):
+    """Starts producers once Lightning has restored a checkpoint; evaluates and saves once training has ended."""
+
+    def __init__(self, runtime: Runtime, checkpoint: TenantCheckpoint) -> None:
+        self.runtime, self.checkpoint = runtime, checkpoint
+
+    def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        # Lightning has installed its own SIGTERM handler by now, which would exit without saving.
+        self._put_back = self.runtime.install_signal_handlers()
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self.checkpoint.saved_at = self.runtime.job_index
+        self.runtime.start()
+
+    def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self.runtime.finish()
+        self.checkpoint.save(trainer)
+
+    def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        self.runtime.close()
+        self._put_back()
+
+
+class NexusTrainer(L.Trainer):
+    """A Lightning Trainer whose batches are leased training jobs.
+
+    Args:
+        runtime: queues, producers and run folder of this run.
+        loggers: Lightning loggers.
+        **kwargs: any other Trainer argument that has a meaning here (accelerator, devices, precision, callbacks ...).
+
+    Example:
+        >>> trainer = NexusTrainer(runtime, loggers)  # doctest: +SKIP
+        >>> trainer.fit(module, ckpt_path=None)       # doctest: +SKIP
+    """
+
+    def __init__(self, runtime: Runtime, loggers: list[Logger], **kwargs: Any) -> None:
+        config = runtime.config
+        checkpoint = TenantCheckpoint(runtime)
+        callbacks = [_RuntimeLifecycle(runtime, checkpoint), checkpoint, *kwargs.pop("callbacks", [])]
+        show = config.trainer.enable_progress_bar
+        if show:
+            callbacks.append(NexusProgressBar(runtime.status))
+        super().__init__(
+            accelerator=config.placement.accelerator,
+            devices=config.placement.devices,
+            precision=config.placement.precision,  # type: ignore[arg-type]
+            logger=loggers or False,
+            callbacks=callbacks,
+            max_epochs=-1,
+            max_time=config.trainer.max_time,
+            limit_train_batches=config.trainer.jobs_per_round,
+            num_sanity_val_steps=0,
+            enable_checkpointing=False,
+            enable_model_summary=False,
+            enable_progress_bar=show,
+            deterministic=config.trainer.deterministic,
+            default_root_dir=str(runtime.run_dir),
+            log_every_n_steps=1,
+            **kwargs,
+        )
+        self.runtime = runtime
+        self.fit_loop = MultiTenantFitLoop(self, runtime)
+        runtime.on_metrics = lambda metrics, step: [log.log_metrics(metrics, step) for log in self.loggers]
+        if config.trainer.max_time is not None:
+            runtime.deadline_s = time.monotonic() + _seconds(config.trainer.max_time)
+
+    def fit(self, model: MultiTenantModule, ckpt_path: str | os.PathLike | None = None) -> None:  # type: ignore[override]
+        """Train until every target is met, ``max_jobs`` or ``max_time`` is reached, or a signal asks to stop."""
+        model.runtime = self.runtime
+        super().fit(model, train_dataloaders=LeaseStream(self.runtime), ckpt_path=ckpt_path)
+
+
+def _seconds(max_time: str) -> float:
+    days, hours, minutes, seconds = (int(part) for part in max_time.split(":"))
+    return ((days * 24 + hours) * 60 + minutes) * 60 + seconds
+
+
+# ------------------------------------------------------------------------------------------------------ one whole run
+
+
+def train(config: NexusConfig, backbone: Backbone | None = None, link_latest: bool = True) -> dict[str, Any]:
+    """Validate, prepare, build, run, report, close.
+
+    Args:
+        config: typed configuration (see :func:`nexus_lightning.config.to_config`).
+        backbone: an already built one (preparation runs share it); None builds ``config.backbone``.
+        link_latest: let ``<output_dir>/latest`` point to this run.
+
+    Returns:
+        The summary (what ``summary.json`` holds) with ``run_dir``.
+
+    Raises:
+        ConfigError: anything wrong with the configuration, before anything is built.
+    """
+    validate(config)
+    if problems := logger_problems(config.logger):
+        raise ConfigError(problems)
+    run_dir, ckpt_path = resolve_run(config)
+    if config.placement.torch_threads is not None:
+        torch.set_num_threads(config.placement.torch_threads)
+    run_dir.mkdir(parents=True, exist_ok=True)
+    (run_dir / LAST_CHECKPOINT).parent.mkdir(exist_ok=True)
+    if link_latest:
+        _link_latest(Path(config.output_dir), run_dir)
+    (run_dir / "config.yaml").write_text(yaml.safe_dump(asdict(config), sort_keys=False))
+    record_datasets(config)
+    if backbone is None:
+        backbone = instantiate(config.backbone)
+    assert isinstance(backbone, Backbone)
+    payloads = starting_payloads(config, backbone)
+    slots, datasets = build_slots(config, backbone, payloads)
+    runtime = Runtime(config, backbone, slots, run_dir, datasets)
+    loggers = make_loggers(config.logger, run_dir, config.run_name or run_dir.name, asdict(config))
+    exit_code = 1
+    try:
+        module = MultiTenantModule(backbone, slots)
+        trainer = NexusTrainer(runtime, loggers)
+        print(_banner(config, runtime, backbone, slots, trainer, ckpt_path), flush=True)
+        trainer.fit(module, ckpt_path=ckpt_path)
+        exit_code = int(any(slot.quarantined for slot in slots.values()))
+    finally:
+        runtime.close()
+        close_loggers(loggers, exit_code)
+    summary = _summary(runtime, module)
+    write_report(run_dir)
+    print(summary_table(summary))
+    return {**summary, "run_dir": str(run_dir)}
+
+
+def resolve_run(config: NexusConfig) -> tuple[Path, Path | None]:
+    """The run folder and the checkpoint to continue from: a resumed run goes on in its own folder.
+
+    Raises:
+        ConfigError: ``ckpt_path`` names nothing that exists.
+    """
+    output = Path(config.output_dir)
+    if config.ckpt_path is None:
+        # torchrun gives every rank the same id; "none" means that the launcher was given none
+        launch = os.environ.get("TORCHELASTIC_RUN_ID", "none")
+        name = launch if launch != "none" else time.strftime("%Y-%m-%d_%H-%M-%S")
+        name = f"{name}_{config.run_name}" if config.run_name else name
+        run_dir, copy = output / name, 1
+        while run_dir.exists():
+            copy += 1
+            run_dir = output / f"{name}_{copy}"
+        return run_dir, None
+    given = output / "latest" if config.ckpt_path == "last" else Path(config.ckpt_path)
+    checkpoint = given if given.suffix == ".ckpt" else given / LAST_CHECKPOINT
+    if not checkpoint.is_file():
+        raise ConfigError([f"ckpt_path={config.ckpt_path}: no checkpoint at {checkpoint}; leave it null for a new run"])
+    checkpoint = checkpoint.resolve()
+    return checkpoint.parent.parent, checkpoint
+
+
+def _link_latest(output: Path, run_dir: Path) -> None:
+    link, temporary = output / "latest", output / f".latest-{os.getpid()}"
+    temporary.symlink_to(os.path.relpath(run_dir, output))
+    temporary.replace(link)
+
+
+def record_datasets(config: NexusConfig) -> None:
+    """Record the demonstrations that tenants (and starting recipes) need and that are not there yet."""
+    for name, tenant in config.tenants.items():
+        record_dataset(name, tenant, config.data_dir)
+
+
+def record_dataset(name: str, tenant: TenantConfig, data_dir: str) -> None:
+    """Record one tenant's dataset with its scripted expert unless it exists."""
+    dataset = tenant.dataset
+    if dataset is None or dataset.record is None:
+        return
+    root = dataset_root(tenant, data_dir)
+    assert root is not None and tenant.environment is not None
+    if (root / "meta" / "info.json").is_file():
+        return
+    print(f"recording {dataset.record.episodes} demonstrations for {name} in {root}", flush=True)
+    record_demonstrations(
+        simulator=tenant.environment.simulator,
+        expert=dataset.record.expert,
+        root=root,
+        episodes=dataset.record.episodes,
+        first_seed=dataset.record.first_seed,
+        schema=schema_of(tenant.schema),
+        workers=dataset.record.workers,
+        repo_id=dataset.repo_id,
+    )
+
+
+def starting_payloads(config: NexusConfig, backbone: Backbone) -> dict[str, Path]:
+    """Payload folder of every tenant with ``init_from``; trained first from its recipe when it does not exist."""
+    payloads = {}
+    for name, tenant in config.tenants.items():
+        if tenant.init_from is None:
+            continue
+        path = None if tenant.init_from.path is None else Path(tenant.init_from.path)
+        if tenant.init_from.recipe is not None:
+            path = prepare_payload(name, tenant, path, config, backbone)
+        assert path is not None
+        payloads[name] = resolve_payload(path)
+    return payloads
+
+
+def prepare_payload(
+    name: str, tenant: TenantConfig, path: Path | None, config: NexusConfig, backbone: Backbone
+) -> Path:
+    """Run the recipe (an SFT tenant) once and keep its run folder; later runs reuse the payload."""
+    assert tenant.init_from is not None
+    recipe = tenant_from_dict(tenant.init_from.recipe, f"tenants.{name}.init_from.recipe")
+    recipe_name = "start"
+    if path is None:
+        identity = digest_of({"recipe": asdict(recipe), "backbone": backbone.fingerprint, "seed": config.seed})
+        path = Path(config.data_dir) / "payloads" / identity
+    tenant_dir = path / "tenants" / recipe_name
+    if (tenant_dir / "latest").is_file():
+        return tenant_dir
+    print(f"training the starting payload of {name} from its recipe in {path}", flush=True)
+    preparation = NexusConfig(
+        tenants={recipe_name: recipe},
+        backbone=config.backbone,
+        queues=config.queues,
+        placement=config.placement,
+        trainer=replace(TrainerConfig(), enable_progress_bar=config.trainer.enable_progress_bar),
+        logger={"kind": "csv"},
+        seed=config.seed,
+        output_dir=str(path.parent),
+        run_name=path.name,
+        data_dir=config.data_dir,
+    )
+    summary = train(preparation, backbone, link_latest=False)
+    if summary["tenants"][recipe_name].get("quarantined"):
+        raise RuntimeError(f"tenants.{name}.init_from.recipe failed: {summary['tenants'][recipe_name]['quarantined']}")
+    made = Path(summary["run_dir"])
+    made.rename(path)
+    return tenant_dir
+
+
+def build_slots(
+    config: NexusConfig, backbone: Backbone, payloads: dict[str, Path]
+) -> tuple[dict[str, TenantSlot], dict[str, Any]]:
+    """Every tenant's slot, in the order of the configuration, and the datasets opened for their statistics."""
+    slots, datasets = {}, {}
+    for name, tenant in config.tenants.items():
+        spec = TenantSpec.compile(name, tenant, config.seed)
+        stats = (None, None)
+        if tenant.dataset is not None:
+            datasets[name] = open_dataset(tenant.dataset, spec.schema, dataset_root(tenant, config.data_dir))
+            stats = dataset_stats(datasets[name], spec.schema)
+        slot = build_slot(spec, backbone, *stats)
+        if name in payloads:
+            load_start(slot, payloads[name], backbone)
+        slots[name] = slot
+    return slots, datasets
+
+
+def load_start(slot: TenantSlot, path: Path, backbone: Backbone) -> None:
+    """Head and normaliser of a payload become the slot's start; optimizer, counters and random state stay fresh.
+
+    Raises:
+        ValueError: the payload is of another schema or another backbone.
+    """
+    payload = read_payload(path)
+    where = f"tenants.{slot.name}.init_from: payload {path}"
+    if payload.manifest["signature"] != slot.spec.schema.signature:
+        theirs, ours = payload.manifest["schema"], asdict(slot.spec.schema)
+        changed = [k for k in ours if list_or_value(theirs.get(k)) != list_or_value(ours[k])]
+        raise ValueError(f"{where} has another schema; it differs in {', '.join(changed)}")
+    if payload.manifest["backbone_fingerprint"] != backbone.fingerprint:
+        raise ValueError(f"{where} was trained on another backbone; set the backbone it names in its manifest.json")
+    slot.load_tensors(payload.tensors)
+
+
+def list_or_value(value: Any) -> Any:
+    return list(value) if isinstance(value, tuple) else value
+
+
+def _banner(
+    config: NexusConfig,
+    runtime: Runtime,
+    backbone: Backbone,
+    slots: dict[str, TenantSlot],
+    trainer: L.Trainer,
+    ckpt_path: Path | None,
+) -> str:
+    tenants = []
+    for slot in slots.values():
+        tenant = slot.spec.config
+        source = tenant.dataset.repo_id if tenant.dataset is not None else ""
+        if tenant.task == "rl" and tenant.environment is not None:
+            simulator = tenant.environment.simulator
+            source = f"{simulator['_target_'].rsplit('.', 1)[-1]} {simulator.get('task', '')}".strip()
+        tenants.append(
+            {
+                "name": slot.name,
+                "task": tenant.task,
+                "head": split_head(tenant.head)[0].rsplit(".", 1)[-1],
+                "trainable_parameters": sum(p.numel() for p in slot.head.parameters()),
+                "state_dim": slot.spec.schema.state_dim,
+                "action_dim": slot.spec.schema.action_dim,
+                "chunk": slot.spec.schema.chunk,
+                "execute": slot.spec.schema.execute,
+                "cameras": slot.spec.schema.cameras,
+                "source": source,
+                "privileged": slot.spec.schema.privileged,
+            }
+        )
+    return banner(
+        run_dir=str(runtime.run_dir),
+        seed=config.seed,
+        backbone={
+            "name": type(backbone).__name__,
+            "parameters": sum(p.numel() for p in backbone.parameters()),
+            "fingerprint": runtime.fingerprint,
+            "pretrained": bool(backbone.config.get("pretrained", False)),
+        },
+        device={
+            "name": str(trainer.strategy.root_device),
+            "precision": config.placement.precision,
+            "reason": f"placement.accelerator={config.placement.accelerator}",
+        },
+        tenants=tenants,
+        placement={"devices": config.placement.devices, "torch threads": torch.get_num_threads()},
+        queues={
+            "inference batch": config.queues.inference.max_batch_size,
+            "wait": f"{config.queues.inference.timeout_s * 1e3:g} ms",
+            "training": f"{config.queues.training.max_gb_per_tenant:g} GB per tenant",
+        },
+        resumed_from=None if ckpt_path is None else str(ckpt_path),
+    )
+
+
+def _summary(runtime: Runtime, module: MultiTenantModule) -> dict[str, Any]:
+    keys = ("success_rate", "n", "ci_low", "ci_high", "policy_version", "episode_return", "episode_length")
+    tenants = {}
+    for name, slot in runtime.slots.items():
+        evaluations = [{k: e[k] for k in keys} for e in slot.evaluations]
+        tenants[name] = {
+            "task": slot.spec.config.task,
+            "jobs_completed": slot.jobs_completed,
+            "optimizer_steps": slot.optimizer_steps,
+            "policy_version": slot.policy_version,
+            "eval": evaluations[-1] if evaluations else None,
+            "eval_first": evaluations[0] if len(evaluations) > 1 else None,
+            "privileged": list(slot.spec.schema.privileged),
+            "quarantined": slot.quarantined,
+        }
+    jobs: dict[str, int] = {}
+    for states in runtime.scheduler.counts().values():
+        for state, count in states.items():
+            jobs[state] = jobs.get(state, 0) + count
+    summary = {
+        "tenants": tenants,
+        "backbone_unchanged": module.backbone.fingerprint == runtime.fingerprint,
+        "jobs_by_state": jobs,
+        "utilisation": runtime.events.utilisation(),
+        "interrupted": runtime.interrupted,
+        "backbone_rows": {
+            "actor": module.backbone_rows,
+            "demonstrations": {name: reader.passes for name, reader in runtime.readers.items()},
+        },
+    }
+    write_summary(runtime.run_dir, **summary)
+    return summary

@@ -1,0 +1,64 @@
+"""Shared fixtures: the real conf/, shrunk; leak checks; a fake backbone for unit tests."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import threading
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("MUJOCO_GL", "osmesa")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _few_threads():
+    """Two cores at most: intra-op threads of several processes would fight for them."""
+    import torch
+
+    torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True)
+def _no_leaks(request):
+    """A test that leaves simulator processes, non-daemon threads or environment variables behind fails."""
+    before = set(os.environ)
+    yield
+    if request.node.get_closest_marker("sim") is None:
+        left = [p for p in multiprocessing.active_children() if p.name.startswith("simulator-")]
+        assert not left, f"simulator processes left behind: {left}"
+    threads = [t for t in threading.enumerate() if t.name.startswith("producer-") and t.is_alive()]
+    assert not threads, f"producer threads left behind: {threads}"
+    added = {k for k in set(os.environ) - before if k.startswith(("NEXUS_", "WANDB_RUN"))}
+    assert not added, f"environment variables left behind: {added}"
+
+
+@pytest.fixture
+def compose(tmp_path):
+    """``compose(*overrides)`` -> validated-able NexusConfig from the real conf/, writing under tmp_path."""
+    from hydra import compose as hydra_compose
+    from hydra import initialize_config_dir
+
+    from nexus_lightning.config import register_configs, to_config
+
+    def build(*overrides: str):
+        register_configs()
+        with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
+            cfg = hydra_compose(
+                "config",
+                overrides=[f"output_dir={tmp_path}/outputs", f"data_dir={tmp_path}/data", "logger=csv", *overrides],
+            )
+        return to_config(cfg, head_dir=ROOT / "conf" / "head")
+
+    return build
+
+
+@pytest.fixture
+def fake_backbone():
+    from fakes import FakeBackbone
+
+    return FakeBackbone()

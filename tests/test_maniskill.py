@@ -1,0 +1,135 @@
+"""The real ManiSkill simulator: conventions, speed tricks, experts."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from nexus_lightning.environment import SimulatorEnv, check_tenant_env
+from nexus_lightning.schema import Normalizer, TenantSchema
+
+
+def play(sim, seed):
+    """The expert's success and number of steps."""
+    from envs.experts.maniskill import make_expert
+
+    sim.reset(seed)
+    for steps, action in enumerate(make_expert(sim), start=1):
+        result = sim.step(action)
+        if result.terminated or result.truncated:
+            return result.success, steps
+    raise AssertionError("the episode did not end")
+
+
+@pytest.fixture(scope="session")
+def push_cube():
+    from envs.maniskill import ManiSkillSimulator
+
+    sim = ManiSkillSimulator("PushCube-v1", obs="rgb", cameras=["base_camera", "hand_camera"], image_size=64)
+    yield sim
+    sim.close()
+
+
+@pytest.mark.sim
+def test_state_images_and_seeds(push_cube):
+    from envs.maniskill import STATE_DIMS
+
+    push_cube.reset(3)
+    first = push_cube.observe()
+    push_cube.reset(4)
+    other = push_cube.observe()
+    push_cube.reset(3)
+    again = push_cube.observe()
+    assert first["state"].shape == (STATE_DIMS["PushCube-v1", "rgb"],) and first["state"].dtype == np.float32
+    assert np.array_equal(first["state"], again["state"]) and not np.array_equal(first["state"], other["state"])
+    assert list(first["image"]) == ["base_camera", "hand_camera"]
+    for camera, image in first["image"].items():
+        assert image.shape == (3, 64, 64) and image.dtype == np.uint8 and image.std() > 5
+        assert np.array_equal(image, again["image"][camera])
+    assert push_cube.render_frame().shape == (256, 256, 3)
+
+
+@pytest.mark.sim
+def test_images_are_upright(push_cube):
+    """The camera looks from the front towards the robot: its white base is in the upper half, the blue cube below."""
+    push_cube.reset(0)
+    image = push_cube.observe()["image"]["base_camera"].astype(int)
+    red, green, blue = image
+    cube = (blue > red + 60) & (blue > green + 30)
+    robot = (image > 190).all(0)
+    assert cube.sum() > 5 and robot.sum() > 20
+    assert np.argwhere(robot)[:, 0].mean() + 5 < np.argwhere(cube)[:, 0].mean()
+
+
+@pytest.mark.sim
+def test_gripper_plus_one_opens_and_x_moves_forward(push_cube):
+    def fingers_and_x(action, steps=6):
+        push_cube.reset(0)
+        for _ in range(steps):
+            push_cube.step(np.array(action, dtype=np.float32))
+        state = push_cube.observe()["state"]
+        return state[7:9].sum(), state[18]  # qpos 9, qvel 9, tcp pose
+
+    opened, still = fingers_and_x([0, 0, 0, 0, 0, 0, 1])
+    closed, _ = fingers_and_x([0, 0, 0, 0, 0, 0, -1])
+    assert opened > 0.07 and closed < 0.01
+    _, forward = fingers_and_x([0.5, 0, 0, 0, 0, 0, 1])
+    assert forward > still + 0.05
+
+
+@pytest.mark.sim
+def test_expert_succeeds_and_episodes_truncate(push_cube):
+    assert all(play(push_cube, seed)[0] for seed in (0, 1))
+    push_cube.reset(0)
+    results = [push_cube.step(np.zeros(7, np.float32)) for _ in range(push_cube.horizon)]
+    assert results[-1].truncated and not any(r.truncated or r.terminated for r in results[:-1])
+    assert sum(r.reward for r in results) == 0.0
+
+
+@pytest.mark.sim
+def test_pull_cube_state_in_a_worker_process():
+    schema = TenantSchema(state_dim=35, action_dim=7, chunk=4, execute=4, privileged=("obj_pose",))
+    simulator = {"_target_": "envs.maniskill.ManiSkillSimulator", "task": "PullCube-v1", "obs": "state"}
+    env = SimulatorEnv(simulator, schema, Normalizer(schema), tenant="maniskill")
+    try:
+        check_tenant_env(env)
+        env.set_episodes([0])
+        td = env.reset()
+        assert td["language_instruction"][0] == "pull the blue cube to the red and white target"
+        td["vla_action", "chunk"] = torch.zeros(1, 4, 7)
+        td["vla_action", "chunk"][..., 2] = -1.0  # down
+        down = env.step(td)["next"]
+        z = slice(20, 21)
+        assert down["observation", "state"][0, z] < td["observation", "state"][0, z] - 0.05
+    finally:
+        env.close()
+
+
+@pytest.mark.sim
+@pytest.mark.parametrize("task", ["PullCube-v1", "PickCube-v1", "StackCube-v1"])
+def test_experts_on_state(task):
+    from envs.maniskill import STATE_DIMS, ManiSkillSimulator
+
+    sim = ManiSkillSimulator(task)
+    try:
+        assert [play(sim, seed)[0] for seed in (0, 1)] == [True, True]
+        assert sim.observe()["state"].shape == (STATE_DIMS[task, "state"],)
+    finally:
+        sim.close()
+
+
+@pytest.mark.sim
+def test_bad_arguments_say_what_to_write():
+    from envs.maniskill import ManiSkillSimulator
+
+    with pytest.raises(ValueError, match="name cameras if and only if"):
+        ManiSkillSimulator("PushCube-v1", obs="rgb")
+    with pytest.raises(ValueError, match="has no instruction here"):
+        ManiSkillSimulator("NoSuchTask-v1")
+    with pytest.raises(ValueError, match="no such task"):
+        ManiSkillSimulator("NoSuchTask-v1", instruction="do it")
+    with pytest.raises(ValueError, match="no 'left_camera'; choose from base_camera, hand_camera"):
+        ManiSkillSimulator("PushCube-v1", obs="rgb", cameras=["left_camera"])
+    with pytest.raises(ValueError, match="not in \\[-1, 1\\]"):
+        ManiSkillSimulator("PushCube-v1", control_mode="pd_joint_pos")

@@ -1,0 +1,39 @@
+"""Compose the configuration, run it: ``python train.py '+tenants=[libero,maniskill]'``."""
+
+import logging
+import sys
+import warnings
+from pathlib import Path
+
+import hydra
+from omegaconf import DictConfig
+
+from nexus_lightning.config import ConfigError, register_configs, to_config
+
+register_configs()
+
+
+@hydra.main(version_base="1.3", config_path="conf", config_name="config")
+def main(cfg: DictConfig) -> None:
+    try:
+        logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
+        warnings.filterwarnings("ignore", module=r"(lightning|torchrl|torch|tensordict)\.")  # advice to their developers
+        config = to_config(cfg, head_dir=Path(__file__).parent / "conf" / "head")
+        from nexus_lightning.trainer import train  # lightning and torchrl take seconds: bad keys fail before that
+
+        logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+
+        summary = train(config)
+    except ConfigError as error:
+        print(f"error: {error}", file=sys.stderr)
+        raise SystemExit(2) from None
+    failed = {name: t["quarantined"] for name, t in summary["tenants"].items() if t["quarantined"]}
+    for name, reason in failed.items():
+        print(f"tenant {name} was quarantined: {reason}", file=sys.stderr)
+    print(summary["run_dir"], flush=True)
+    if failed:
+        raise SystemExit(1)
+
+
+if __name__ == "__main__":
+    main()
