@@ -3,6 +3,8 @@ PYTHON := .venv/bin/python
 TENANTS ?= libero,maniskill
 ARGS ?=
 export MUJOCO_GL ?= osmesa
+# Bytecode must be kept: without it every simulator process compiles the same 10 s of imports again.
+unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
 .PHONY: help setup train test lint doctor lock clean

@@ -17,7 +17,8 @@ register_configs()
 def main(cfg: DictConfig) -> None:
     try:
         logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
-        warnings.filterwarnings("ignore", module=r"(lightning|torchrl|torch|tensordict)\.")  # advice to their developers
+        # advice to the developers of the libraries
+        warnings.filterwarnings("ignore", module=r"(lightning|torchrl|torch|tensordict)\.")
         config = to_config(cfg, head_dir=Path(__file__).parent / "conf" / "head")
         from nexus_lightning.trainer import train  # lightning and torchrl take seconds: bad keys fail before that
 

@@ -157,6 +157,7 @@ class LiberoSimulator(Simulator):
     """
 
     gripper: ClassVar[str] = "close_positive"
+    requires: ClassVar[dict[str, str]] = {"libero": "libero", "robosuite": "libero"}
     control_hz: ClassVar[float] = 20.0
 
     def __init__(

@@ -29,7 +29,19 @@ _HOMES = {
     "check_tenant_env": "environment",
     "train": "trainer",
 }
-__all__ = [*_HOMES]
+__all__ = [
+    "ActionHead",
+    "Backbone",
+    "MultiTenantModule",
+    "NexusTrainer",
+    "Simulator",
+    "TenantSchema",
+    "VLAFeature",
+    "check_backbone",
+    "check_head",
+    "check_tenant_env",
+    "train",
+]
 
 
 def __getattr__(name: str) -> object:

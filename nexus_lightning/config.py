@@ -16,12 +16,13 @@ import re
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, fields, is_dataclass
 from pathlib import Path
-from typing import Any, Optional
+from typing import Any
 
 from hydra.core.config_store import ConfigStore
 from hydra.utils import get_class
 from omegaconf import MISSING, DictConfig, OmegaConf
 
+from nexus_lightning.demonstrations import describe_recording
 from nexus_lightning.schema import TenantSchema
 
 TASKS = ("sft", "rl")
@@ -77,9 +78,9 @@ class DatasetConfig:
     """A LeRobotDataset v3: a hub name, a local folder, or one recorded on first use."""
 
     repo_id: str = MISSING
-    root: Optional[str] = None  # local folder; null: the hub cache, or <data_dir>/demos/... when `record` is set
-    record: Optional[RecordConfig] = None
-    episodes: Optional[int] = None  # use only the first n episodes
+    root: str | None = None  # local folder; null: the hub cache, or <data_dir>/demos/... when `record` is set
+    record: RecordConfig | None = None
+    episodes: int | None = None  # use only the first n episodes
     camera_keys: dict[str, str] = field(default_factory=dict)  # schema camera -> dataset key, where they differ
     batch_size: int = 64  # samples per optimizer step
     batches_per_job: int = 8  # optimizer steps per training job
@@ -113,7 +114,7 @@ class AlgorithmConfig:
 
 @dataclass
 class EvalConfig:
-    every_n_jobs: Optional[int] = None  # null: only at the start and the end of the run
+    every_n_jobs: int | None = None  # null: only at the start and the end of the run
     episodes: int = 20
     first_seed: int = 0  # (task, seed) pairs first_seed ... first_seed + episodes - 1, each counted once
     num_envs: int = 1  # simulators of an SFT tenant's evaluation; an RL tenant evaluates on its rollout simulators
@@ -125,7 +126,7 @@ class EvalConfig:
 class InitFromConfig:
     """Start from a payload; made first from `recipe` (a whole tenant) when it does not exist."""
 
-    path: Optional[str] = None  # payload or tenant folder; null: <data_dir>/payloads/... (needs recipe)
+    path: str | None = None  # payload or tenant folder; null: <data_dir>/payloads/... (needs recipe)
     recipe: Any = None
 
 
@@ -134,17 +135,17 @@ class TenantConfig:
     task: str = MISSING
     schema: SchemaConfig = field(default_factory=SchemaConfig)
     head: Any = MISSING  # `_target_`, its arguments and the optimizer keys; or the name of a file in conf/head
-    dataset: Optional[DatasetConfig] = None
-    environment: Optional[EnvironmentConfig] = None
-    algorithm: Optional[AlgorithmConfig] = None
+    dataset: DatasetConfig | None = None
+    environment: EnvironmentConfig | None = None
+    algorithm: AlgorithmConfig | None = None
     eval: EvalConfig = field(default_factory=EvalConfig)
-    init_from: Optional[InitFromConfig] = None
-    target_jobs: Optional[int] = None  # the tenant is done after this many completed jobs
+    init_from: InitFromConfig | None = None
+    target_jobs: int | None = None  # the tenant is done after this many completed jobs
     priority: int = 0  # higher is leased first
     weight: float = 1.0  # fair share between tenants of one priority
     max_in_flight: int = 2  # admitted jobs that are not finished yet
-    max_policy_staleness: Optional[int] = None  # RL: versions; older rollouts are dropped
-    seed: Optional[int] = None  # null: derived from the run's seed and the tenant's name
+    max_policy_staleness: int | None = None  # RL: versions; older rollouts are dropped
+    seed: int | None = None  # null: derived from the run's seed and the tenant's name
 
 
 @dataclass
@@ -171,13 +172,13 @@ class PlacementConfig:
     accelerator: str = "auto"
     devices: int = 1
     precision: str = "32-true"
-    torch_threads: Optional[int] = None  # intra-op threads of this process; null: torch's default
+    torch_threads: int | None = None  # intra-op threads of this process; null: torch's default
 
 
 @dataclass
 class TrainerConfig:
-    max_jobs: Optional[int] = None  # completed training jobs of all tenants
-    max_time: Optional[str] = None  # DD:HH:MM:SS, as Lightning's
+    max_jobs: int | None = None  # completed training jobs of all tenants
+    max_time: str | None = None  # DD:HH:MM:SS, as Lightning's
     jobs_per_round: int = 10  # one Lightning "epoch"
     checkpoint_every_n_jobs: int = 20
     keep_payloads: int = 2  # versions kept per tenant
@@ -195,8 +196,8 @@ class NexusConfig:
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
     logger: Any = MISSING
     seed: int = 0
-    ckpt_path: Optional[str] = None  # `last`, a run folder, or a .ckpt file
-    run_name: Optional[str] = None
+    ckpt_path: str | None = None  # `last`, a run folder, or a .ckpt file
+    run_name: str | None = None
     output_dir: str = "outputs"
     data_dir: str = "data"  # recorded demonstrations and starting payloads
 
@@ -271,8 +272,12 @@ def dataset_root(tenant: TenantConfig, data_dir: str) -> Path | None:
     if dataset.record is None:
         return None
     assert tenant.environment is not None
-    record = {k: v for k, v in asdict(dataset.record).items() if k != "workers"}
-    identity = digest_of({"record": record, "simulator": tenant.environment.simulator, "schema": asdict(tenant.schema)})
+    record = dataset.record
+    identity = digest_of(
+        describe_recording(
+            tenant.environment.simulator, record.expert, record.episodes, record.first_seed, schema_of(tenant.schema)
+        )
+    )
     return Path(data_dir) / "demos" / f"{dataset.repo_id.replace('/', '_')}-{identity}"
 
 

@@ -58,6 +58,7 @@ def record_demonstrations(
     workers: int = 2,
     repo_id: str | None = None,
     progress: bool = True,
+    inline: bool = False,
     start_timeout_s: float = 600.0,
     episode_timeout_s: float = 300.0,
 ) -> Path:
@@ -78,6 +79,7 @@ def record_demonstrations(
         workers: simulator processes.
         repo_id: name stored in the dataset, ``local/<folder>`` by default.
         progress: show a bar.
+        inline: run a light simulator in this process instead of ``workers`` processes.
         start_timeout_s: time for starting a process and its first episode.
         episode_timeout_s: time for each later episode.
 
@@ -95,12 +97,14 @@ def record_demonstrations(
         check_recording(root, record)
         return root
     _require_lerobot()
-    processes = [
-        SimulatorProcess(record["simulator"], root.name, i, host=RecorderHost) for i in range(min(workers, episodes))
-    ]
+    count = 0 if inline else min(workers, episodes)
+    processes = [SimulatorProcess(record["simulator"], root.name, i, host=RecorderHost) for i in range(count)]
     temporary = root.with_name(f"{root.name}.recording-{os.getpid()}")
     try:
-        source = _episodes(processes, expert, episodes, first_seed, schema, start_timeout_s, episode_timeout_s)
+        if inline:
+            source = _inline_episodes(record["simulator"], expert, episodes, first_seed, schema)
+        else:
+            source = _episodes(processes, expert, episodes, first_seed, schema, start_timeout_s, episode_timeout_s)
         kept, tried = _write(source, temporary, repo_id or f"local/{root.name}", episodes, schema, progress)
         record |= {"seeds": kept, "tried": tried, "schema_signature": schema.signature}
         (temporary / RECORD_FILE).write_text(json.dumps(record, indent=2) + "\n")
@@ -215,7 +219,7 @@ def _episodes(
     episode_timeout_s: float,
 ) -> Iterator[tuple[int, dict[str, Any] | None]]:
     """``(seed, episode or None)`` in seed order, until the consumer stops asking; all processes stay busy."""
-    last_seed = first_seed + ATTEMPTS_PER_EPISODE * episodes + 10
+    last_seed = _last_seed(first_seed, episodes)
     seed, next_out = first_seed, first_seed
     running: dict[SimulatorProcess, int] = {}
     finished: dict[int, dict[str, Any] | None] = {}
@@ -228,7 +232,7 @@ def _episodes(
                 running[process] = seed
                 seed += 1
         if next_out == last_seed:
-            raise RuntimeError(f"expert {expert} did not succeed often enough: tried {last_seed - first_seed} seeds")
+            raise RuntimeError(_gave_up(expert, first_seed, episodes))
         timeout_s = max(timeouts[p] for p in running)
         ready = wait(list(running), timeout_s)
         if not ready:
@@ -243,6 +247,29 @@ def _episodes(
         while next_out in finished:
             yield next_out, finished.pop(next_out)
             next_out += 1
+
+
+def _inline_episodes(
+    simulator: dict[str, Any], expert: str, episodes: int, first_seed: int, schema: TenantSchema
+) -> Iterator[tuple[int, dict[str, Any] | None]]:
+    host = RecorderHost(simulator)
+    try:
+        for seed in range(first_seed, _last_seed(first_seed, episodes)):
+            answer = host.episode(expert, seed)
+            if answer is not None:
+                _check_episode(answer, schema)
+            yield seed, answer
+        raise RuntimeError(_gave_up(expert, first_seed, episodes))
+    finally:
+        host.close()
+
+
+def _last_seed(first_seed: int, episodes: int) -> int:
+    return first_seed + ATTEMPTS_PER_EPISODE * episodes + 10
+
+
+def _gave_up(expert: str, first_seed: int, episodes: int) -> str:
+    return f"expert {expert} did not succeed often enough: tried {_last_seed(first_seed, episodes) - first_seed} seeds"
 
 
 def _check_episode(episode: dict[str, Any], schema: TenantSchema) -> None:
@@ -275,9 +302,11 @@ def _write(
     progress: bool,
 ) -> tuple[list[int], int]:
     """Writes the first ``episodes`` successes of ``source``; returns their seeds and how many were tried."""
+    import datasets
     from lerobot.datasets.lerobot_dataset import LeRobotDataset
     from tqdm import tqdm
 
+    datasets.disable_progress_bars()  # one bar per episode written, on top of ours
     size = schema.image_size
     features: dict[str, Any] = {
         f"observation.images.{camera}": {

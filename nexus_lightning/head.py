@@ -18,15 +18,16 @@ class ActionHead(nn.Module):
 
     One instance belongs to one tenant. Everything it sees is already normalised; everything it returns is normalised.
     It never touches the backbone, never calls a collective, and draws randomness only from the global torch generator
-    *inside* :meth:`loss` (the loop swaps in the tenant's own generator there) or from the ``noise`` given to :meth:`act`.
+    *inside* :meth:`loss` (the loop swaps in the tenant's own generator there) or from the ``noise`` given to
+    :meth:`act`.
 
     Shapes: B samples, S = ``schema.state_dim``, T = ``schema.chunk``, A = ``schema.action_dim``.
 
     Required: ``loss`` and ``act``. For RL (PPO ...): set ``supports_rl = True`` and override ``get_dist`` and ``value``
     as a pair; parameters of the critic live under ``self.value_head`` (they get ``value_lr``).
 
-    Called by: ``loss`` by the loop (training mode, gradients on); ``act`` by the inference server (eval mode, no grad, on a
-    published copy); ``get_dist`` / ``value`` by the PPO objective (gradients on) and by the server.
+    Called by: ``loss`` by the loop (training mode, gradients on); ``act`` by the inference server (eval mode, no grad,
+    on a published copy); ``get_dist`` / ``value`` by the PPO objective (gradients on) and by the server.
     """
 
     #: Feature kinds this head can read (see FeatureSpec.kind).

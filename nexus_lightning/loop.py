@@ -2,8 +2,8 @@
 
 ``LeaseStream`` is the "dataloader" (a plain iterable), ``MultiTenantFitLoop`` a shell around Lightning's private
 ``_FitLoop`` that only adds when a run is done; everything else (hooks, callbacks, loggers, checkpoints) is inherited.
-The private seam is guarded by a canary test. An int ``limit_train_batches`` turns Lightning's one-batch look-ahead off, so a
-job is leased right before it trains.
+The private seam is guarded by a canary test. An int ``limit_train_batches`` turns Lightning's one-batch look-ahead off,
+so a job is leased right before it trains.
 """
 
 from __future__ import annotations

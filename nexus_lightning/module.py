@@ -31,9 +31,9 @@ class NonFiniteLoss(ArithmeticError):
 class MultiTenantModule(L.LightningModule):
     """A frozen :class:`Backbone` and a ModuleDict of tenant heads, each with its own optimizer.
 
-    One Lightning "batch" is a :class:`~nexus_lightning.loop.Lease`: one training job of one tenant. Manual optimization;
-    only the leased tenant's parameters, optimizer, schedule and random state change. A tenant that raises or whose loss is
-    not finite is quarantined with its reason and the run goes on with the others.
+    One Lightning "batch" is a :class:`~nexus_lightning.loop.Lease`: one training job of one tenant. Manual
+    optimization; only the leased tenant's parameters, optimizer, schedule and random state change. A tenant that raises
+    or whose loss is not finite is quarantined with its reason and the run goes on with the others.
 
     The backbone stays in eval mode, without gradients, and is left out of ``state_dict`` and of every checkpoint.
     """
@@ -82,11 +82,12 @@ class MultiTenantModule(L.LightningModule):
                 losses = objective.loss(_full_precision(batch), slot.jobs_completed)
                 loss = losses["loss"]
                 if not bool(torch.isfinite(loss.detach()).all()):
-                    raise NonFiniteLoss(f"tenant {slot.name!r}: loss is {float(loss.detach())} at step {slot.optimizer_steps}")
+                    where = f"tenant {slot.name!r}, optimizer step {slot.optimizer_steps}"
+                    raise NonFiniteLoss(f"{where}: loss is {float(loss.detach())}")
                 optimizer.zero_grad()
                 self.manual_backward(loss)
                 if slot.grad_clip_norm is not None:
-                    self.clip_gradients(optimizer, slot.grad_clip_norm, "norm")
+                    self.clip_gradients(optimizer.optimizer, slot.grad_clip_norm, "norm")
                 optimizer.step()
                 assert slot.scheduler is not None
                 slot.scheduler.step()
@@ -161,6 +162,7 @@ class MultiTenantModule(L.LightningModule):
             if payload.manifest["signature"] != slot.spec.schema.signature:
                 raise ValueError(f"tenant {name!r}: the checkpoint's schema differs from the configured one")
             slot.load_tensors(payload.tensors)
+            assert payload.rng is not None
             slot.load_state(payload.state, payload.optimizer, payload.rng)
         self.runtime.restore(saved)
 
@@ -176,9 +178,7 @@ def build_objective(slot: TenantSlot) -> SFTObjective | PPOObjective:
 
 def _full_precision(batch: TensorDict) -> TensorDict:
     """Cached features are stored compactly; heads see float32."""
-    features = batch["features"].apply(lambda v: v.float() if v.dtype == torch.float16 else v)
+    features = batch.get("features").apply(lambda v: v.float() if v.dtype == torch.float16 else v)
     batch = batch.copy()
     batch["features"] = features
     return batch
-
-

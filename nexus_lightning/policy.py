@@ -13,7 +13,7 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from nexus_lightning.backbone import Backbone, check_observation
-from nexus_lightning.checkpoint import read_payload, resolve_payload
+from nexus_lightning.checkpoint import MANIFEST_KEYS, read_payload, resolve_payload, write_payload
 from nexus_lightning.config import TenantConfig, tenant_from_dict
 from nexus_lightning.schema import TenantSchema
 from nexus_lightning.tenant import TenantSlot, TenantSpec, build_slot
@@ -88,3 +88,22 @@ def load_policy(path: str | Path, backbone: Backbone | None = None) -> Policy:
     slot.head.eval()
     slot.policy_version = manifest["policy_version"]
     return Policy(backbone, slot, manifest, payload.path)
+
+
+def export_policy(path: str | Path, out: str | Path) -> Path:
+    """Copy a payload without its optimizer, schedule and random state: what serving needs and no more.
+
+    Returns:
+        ``<out>/<tenant>/v<version>``, written atomically and verified like any payload.
+    """
+    payload = read_payload(resolve_payload(Path(path)))
+    keep = {*MANIFEST_KEYS, "backbone", "seed", "normalization"}
+    return write_payload(
+        Path(out),
+        payload.tenant,
+        payload.version,
+        tensors=payload.tensors,
+        optimizer={"state": {}, "param_groups": []},
+        state={"exported_from": payload.manifest["created"]},
+        manifest={k: v for k, v in payload.manifest.items() if k in keep},
+    )

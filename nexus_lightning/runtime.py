@@ -36,9 +36,9 @@ OBJECTIVE_FIELDS = {"sft": SFTObjective.fields, "rl": PPOObjective.fields}
 class Runtime:
     """Owns the queues, the inference server, one producer per tenant and the run folder.
 
-    Lifecycle: built before ``fit``; :meth:`start` in ``on_train_start`` (after a checkpoint was restored); the loop calls
-    :meth:`read_partition`, :meth:`publish`, :meth:`complete`; :meth:`finish` runs last evaluations and the last save;
-    :meth:`close` ends every thread and process.
+    Lifecycle: built before ``fit``; :meth:`start` in ``on_train_start`` (after a checkpoint was restored); the loop
+    calls :meth:`read`, :meth:`publish`, :meth:`complete`; :meth:`finish` runs the last evaluations; :meth:`close` ends
+    every thread and process.
 
     Args:
         config: validated.
@@ -72,12 +72,14 @@ class Runtime:
             on_batch=self._on_batch,
         )
         self.status = RunStatus(
-            tenants={n: TenantStatus(task=s.spec.config.task, target=s.spec.config.target_jobs) for n, s in slots.items()}
+            tenants={
+                n: TenantStatus(task=s.spec.config.task, target=s.spec.config.target_jobs) for n, s in slots.items()
+            }
         )
         self.producers: list[Producer] = []
         self.evaluators: dict[str, Evaluator] = {}
         self.readers: dict[str, DemonstrationReader] = {}
-        self.on_metrics: Callable[[dict[str, float], int], None] = lambda metrics, step: None
+        self.on_metrics: Callable[[dict[str, float], int], object] = lambda metrics, step: None
         self.job_index = 0
         self.interrupted = False
         self.deadline_s: float | None = None
@@ -146,17 +148,13 @@ class Runtime:
         dataset = self.datasets.pop(slot.name, None)
         if dataset is None:
             dataset = open_dataset(config.dataset, slot.spec.schema, dataset_root(config, self.config.data_dir))
-        reader = self.readers[slot.name] = DemonstrationReader(
-            dataset, config.dataset, slot.spec.schema, self.backbone
-        )
+        reader = self.readers[slot.name] = DemonstrationReader(dataset, config.dataset, slot.spec.schema, self.backbone)
         status = self.status.tenants[slot.name]
 
         def on_progress(text: str) -> None:
             status.state = text
 
-        producers.append(
-            DemonstrationProducer(slot, reader, self.scheduler, self.queue, self.quarantine, on_progress)
-        )
+        producers.append(DemonstrationProducer(slot, reader, self.scheduler, self.queue, self.quarantine, on_progress))
         if evaluator is not None:
             producers.append(EvaluationProducer(evaluator, self.quarantine))
         return producers
@@ -274,6 +272,7 @@ class Runtime:
     def read(self, job: Job) -> Lease:
         """The columns of a leased job that its objective reads (views, no copy)."""
         fields = OBJECTIVE_FIELDS[job.task_type]
+        self.queue.release(job.partition_id, "train")  # rows that an expired lease had handed out
         meta = self.queue.get_meta(fields, None, job.partition_id, "train")
         assert meta is not None, f"job {job.job_id} was ready without its columns"
         return Lease(job, meta, self.queue.get_data(meta))
@@ -338,7 +337,6 @@ class Runtime:
             if slot.quarantined is not None or self._saved_versions.get(name) == slot.policy_version:
                 continue
             assert slot.optimizer is not None
-            pinned = [Path(p).name for p in (self._saved.get(name),) if p is not None]
             path = write_payload(
                 self.run_dir / "tenants",
                 name,
@@ -349,7 +347,7 @@ class Runtime:
                 state=slot.state(),
                 manifest=slot.manifest(self.config.backbone, self.fingerprint),
                 keep=self.config.trainer.keep_payloads,
-                pinned=pinned,
+                pinned=[self._saved_versions[name]] if name in self._saved_versions else [],
             )
             self._saved[name] = str(path.relative_to(self.run_dir))
             self._saved_versions[name] = slot.policy_version

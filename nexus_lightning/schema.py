@@ -50,8 +50,8 @@ class TenantSchema:
         state_names / action_names: optional names of the dims.
 
     Example:
-        >>> s = TenantSchema(state_dim=4, action_dim=2, chunk=3, execute=3, gripper="none")
-        >>> len(s.signature), s.signature == TenantSchema(state_dim=4, action_dim=2, chunk=3, execute=3, gripper="none").signature
+        >>> a, b = (TenantSchema(state_dim=4, action_dim=2, chunk=3, execute=3, gripper="none") for _ in range(2))
+        >>> len(a.signature), a.signature == b.signature
         (64, True)
     """
 
@@ -76,6 +76,7 @@ class TenantSchema:
     def __post_init__(self) -> None:
         for name in ("cameras", "privileged", "state_names", "action_names"):
             object.__setattr__(self, name, tuple(getattr(self, name)))
+        object.__setattr__(self, "control_hz", float(self.control_hz))  # 20 and 20.0 must hash alike
 
     def problems(self) -> list[str]:
         """Every reason why this schema cannot work, as ``key: value: fix`` lines (empty when it can)."""

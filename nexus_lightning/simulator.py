@@ -92,6 +92,8 @@ class Simulator:
 
     #: Native sign of the gripper action: ``open_positive``, ``close_positive`` or ``none``.
     gripper: ClassVar[str]
+    #: Packages it imports -> the extra of this project that installs them; missing ones are reported before a run.
+    requires: ClassVar[dict[str, str]] = {}
 
     def reset(self, seed: int) -> None:
         """Starts a new episode; one seed always gives the same initial state."""

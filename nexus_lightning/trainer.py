@@ -139,7 +139,8 @@ class NexusTrainer(L.Trainer):
     def fit(self, model: MultiTenantModule, ckpt_path: str | os.PathLike | None = None) -> None:  # type: ignore[override]
         """Train until every target is met, ``max_jobs`` or ``max_time`` is reached, or a signal asks to stop."""
         model.runtime = self.runtime
-        super().fit(model, train_dataloaders=LeaseStream(self.runtime), ckpt_path=ckpt_path)
+        path = None if ckpt_path is None else os.fspath(ckpt_path)
+        super().fit(model, train_dataloaders=LeaseStream(self.runtime), ckpt_path=path, weights_only=True)
 
 
 def _seconds(max_time: str) -> float:
@@ -255,6 +256,7 @@ def record_dataset(name: str, tenant: TenantConfig, data_dir: str) -> None:
         schema=schema_of(tenant.schema),
         workers=dataset.record.workers,
         repo_id=dataset.repo_id,
+        inline=tenant.environment.inline,
     )
 
 

@@ -1,6 +1,6 @@
 """Evaluate a payload: ``python scripts/evaluate.py payload=outputs/latest/tenants/libero episodes=20``.
 
-Keys: payload (folder of a tenant or of one version), episodes, first_seed, num_envs, video (an .mp4 path), json (a path).
+Keys: payload (folder of a tenant or of one version), episodes, first_seed, num_envs, video (an .mp4 path), json (path).
 """
 
 import json

@@ -1,6 +1,6 @@
-"""Export a policy for use elsewhere: ``python scripts/export.py payload=outputs/latest/tenants/libero out=policies/libero``.
+"""Export a policy for use elsewhere: ``python scripts/export.py payload=outputs/latest/tenants/libero out=exported``.
 
-Writes a payload folder without optimizer state that ``nexus_lightning.policy.load_policy`` reads, and checks it by loading.
+Writes a folder without optimizer state that ``nexus_lightning.policy.load_policy`` reads, and checks it by loading.
 """
 
 import sys
@@ -27,10 +27,9 @@ def main() -> None:
             raise ValueError(f"{', '.join(sorted(missing))}: a value is required")
     except (OmegaConfBaseException, ValueError) as error:
         raise SystemExit(f"error: {error}\n{__doc__}") from None
-    from nexus_lightning.checkpoint import export_payload
-    from nexus_lightning.policy import load_policy
+    from nexus_lightning.policy import export_policy, load_policy
 
-    out = export_payload(Path(args.payload), Path(args.out))
+    out = export_policy(args.payload, args.out)
     policy = load_policy(out)
     size = sum(p.numel() for p in policy.slot.head.parameters())
     print(f"{policy.slot.name} v{policy.slot.policy_version}: {size} parameters, {out}")

@@ -7,6 +7,10 @@ Example:
 from __future__ import annotations
 
 import argparse
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # works without an installed package, as the others do
 
 from nexus_lightning.monitoring.report import write_report
 

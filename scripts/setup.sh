@@ -212,7 +212,7 @@ check_system() {
         if $is_root; then
             as_root "${install[@]}" ${target[@]+"${target[@]}"} "${packages[@]}"
         else
-            user_lines+=("sudo ${install[*]} ${target[*]-} ${packages[*]}")
+            user_lines+=("sudo ${install[*]} ${target[*]:+${target[*]} }${packages[*]}")
         fi
     fi
     $is_root || die "installing them needs root. Type:" "    sudo bash scripts/setup.sh --system" "or, line by line:" "" \
@@ -231,13 +231,19 @@ install_all() {
     export VIRTUAL_ENV=$venv UV_HTTP_TIMEOUT=${UV_HTTP_TIMEOUT:-120}
     # Trust what the machine trusts (a company's proxy, say), not only uv's own list.
     [[ ! -s /etc/ssl/certs/ca-certificates.crt ]] || export UV_SYSTEM_CERTS=${UV_SYSTEM_CERTS:-1}
-    # The lock is complete, so nothing is resolved again. Compiled bytecode: every simulator process imports faster.
+    # The lock is complete, so nothing is resolved again.
     say "installing requirements.lock (several GB at first)"
-    if ! retry "$venv/bin/uv" pip install --no-deps --compile-bytecode -r "$root/requirements.lock"; then
+    if ! retry "$venv/bin/uv" pip install --no-deps -r "$root/requirements.lock"; then
         say "uv could not install it: trying pip, which also reads pip.conf"
         "$venv/bin/python" -m pip install --no-deps -r "$root/requirements.lock"
     fi
     "$venv/bin/uv" pip install --quiet --no-deps --no-build-isolation -e "$root"
+    # One import of everything heavy writes its bytecode, so that simulator processes that start together do not each
+    # compile it: seconds off every one of them.
+    say "first import of the large packages"
+    env -u PYTHONDONTWRITEBYTECODE MUJOCO_GL="${MUJOCO_GL:-osmesa}" "$venv/bin/python" -W ignore -c \
+        "import lightning, torchrl, transformers, lerobot.datasets, mani_skill.envs, libero.libero.envs" \
+        </dev/null >/dev/null 2>&1 || say "an import failed: make doctor tells which and why"
     echo "$(stamp_text) $root" >"$stamp"
     say "done"
 }

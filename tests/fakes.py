@@ -49,6 +49,4 @@ class FakeBackbone(Backbone):
         weight = inputs["mask"].unsqueeze(-1).float()
         pooled = (tokens["text"] * weight).sum(1) / weight.sum(1)
         size = inputs.batch_size
-        return VLAFeature(
-            tokens=TensorDict(tokens, size), mask=TensorDict(mask, size), pooled=pooled, batch_size=size
-        )
+        return VLAFeature(tokens=TensorDict(tokens, size), mask=TensorDict(mask, size), pooled=pooled, batch_size=size)

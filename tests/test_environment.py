@@ -215,7 +215,7 @@ def test_check_tenant_env_catches_an_env_that_skips_unnormalisation(make_env):
 
 def test_non_finite_action_names_the_tenant(make_env):
     env = make_env()
-    with pytest.raises(ValueError, match="'blue'.*env 0 is not finite"):
+    with pytest.raises(ValueError, match=r"'blue'.*env 0 is not finite"):
         step(env, env.reset(), float("nan"))
 
 
@@ -251,7 +251,7 @@ def test_a_killed_worker_is_named_and_restarts(make_env):
     td = env.reset()
     pids = td["observation", "state"][:, 3].int().tolist()
     os.kill(pids[1], signal.SIGKILL)
-    with pytest.raises(SimulatorDied, match="'blue'.*simulator 1 died") as caught:
+    with pytest.raises(SimulatorDied, match=r"'blue'.*simulator 1 died") as caught:
         for _ in range(20):
             td = step(env, td).exclude("reward")
             td = env.reset() if td["done"].any() else td
@@ -269,7 +269,7 @@ def test_exit_exception_and_timeout_in_a_worker(make_env):
         step(env, env.reset())
     env.close()
     env = make_env(inline=False, simulator={"raise_at": 2})
-    with pytest.raises(SimulatorError, match="(?s)'blue'.*fake_simulator.py.*the fake gripper broke"):
+    with pytest.raises(SimulatorError, match=r"(?s)'blue'.*fake_simulator.py.*the fake gripper broke"):
         step(env, env.reset())
     assert not multiprocessing.active_children()
     assert env.reset()["observation", "state"][0, 1] == 0

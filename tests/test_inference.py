@@ -21,7 +21,7 @@ from torchrl.envs.utils import ExplorationType
 from nexus_lightning.backbone import Backbone, FeatureSegment, FeatureSpec, VLAFeature
 from nexus_lightning.head import ActionHead
 from nexus_lightning.queues import inference
-from nexus_lightning.queues.inference import Served, ServedPolicies, TenantInferenceServer, TenantPolicyClient
+from nexus_lightning.queues.inference import ServedPolicies, TenantInferenceServer, TenantPolicyClient
 from nexus_lightning.schema import NormalizationStats, Normalizer, TenantSchema
 
 PROMPT_LIMIT = 64
@@ -183,7 +183,7 @@ def fail_of(future: Future) -> BaseException:
     return error
 
 
-def until(condition, timeout_s: float = 5.0) -> None:
+def until(condition, timeout_s: float = 20.0) -> None:
     deadline = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < deadline, "condition not reached"
@@ -579,7 +579,7 @@ def test_no_request_ever_mixes_two_versions(policies, backbone):
     schema = schema_of()
     heads = [level_head(backbone, schema, float(v)) for v in range(60)]
     publish(policies, "a", schema, heads[0], 0)
-    seen: list[tuple[int, list[float]]] = []
+    seen: list[tuple[list[int], list[float]]] = []
     stop = threading.Event()
 
     def ask(server):
@@ -594,7 +594,9 @@ def test_no_request_ever_mixes_two_versions(policies, backbone):
             thread.start()
         for version in range(1, 60):
             publish(policies, "a", schema, heads[version], version)
-            time.sleep(0.005)
+            if version % 10 == 0:
+                answered = len(seen)
+                until(lambda answered=answered: len(seen) > answered + 1)
         stop.set()
         for thread in threads:
             thread.join(10)
@@ -685,17 +687,17 @@ def test_client_writes_its_keys_into_the_input(policies, backbone):
 def test_a_batch_fires_at_b_requests_or_after_t(policies):
     schema = schema_of()
     publish(policies, "a", schema)
-    with TenantInferenceServer(policies, min_batch_size=4, timeout_s=0.5) as server:
+    with TenantInferenceServer(policies, min_batch_size=4, timeout_s=1.0) as server:
         client = server.client("a", sample=False)
         start = time.monotonic()
         for _ in range(2):  # B: two batches of four, far before T
             for future in [client.submit(request(schema)) for _ in range(4)]:
                 future.result(timeout=10)
         until(lambda: server.stats()["batches"] == 2)
-        assert time.monotonic() - start < 0.5
+        assert time.monotonic() - start < 1.0
         start = time.monotonic()
         client(request(schema))  # T: alone
-        assert time.monotonic() - start >= 0.45
+        assert time.monotonic() - start >= 0.95
         until(lambda: server.stats()["batches"] == 3)
     server = TenantInferenceServer(policies, max_batch_size=2)
     futures = [server.client("a", sample=False).submit(request(schema)) for _ in range(5)]
@@ -712,11 +714,12 @@ def test_impossible_bounds_are_refused(policies, bounds):
 
 
 def test_a_client_does_not_wait_beyond_its_deadline(policies, backbone):
-    gate = threading.Event()
+    entered, gate = threading.Event(), threading.Event()
 
     class StuckHead(FakeSFTHead):
         def act(self, features, state, noise=None):
-            assert gate.wait(10)
+            entered.set()
+            assert gate.wait(20)
             return super().act(features, state, noise)
 
     schema = schema_of()
@@ -724,15 +727,17 @@ def test_a_client_does_not_wait_beyond_its_deadline(policies, backbone):
     publish(policies, "a", schema)
     with TenantInferenceServer(policies) as server:
         try:
+            stuck = server.client("stuck", sample=False, timeout_s=0.1)
+            future = stuck.submit(request(schema))
+            assert entered.wait(20)
             with pytest.raises(TimeoutError, match=r"tenant 'stuck': no answer from inference within 0\.1 s"):
-                server.client("stuck", sample=False, timeout_s=0.1)(request(schema))
-            calls = len(backbone.calls)
+                stuck._wait(future)
             with pytest.raises(TimeoutError, match="tenant 'a'"):  # still queued: given up and never served
                 server.client("a", sample=False, timeout_s=0.1)(request(schema))
         finally:
             gate.set()
         server.client("a", sample=False)(request(schema))
-        assert len(backbone.calls) == calls + 1
+        assert sum(backbone.calls) == 2  # rows: the stuck one and the last one
 
 
 def test_shutdown_answers_who_waits_and_later_calls(policies, backbone):
@@ -752,7 +757,7 @@ def test_shutdown_answers_who_waits_and_later_calls(policies, backbone):
     assert entered.wait(10)
     waiting, given_up = client.submit(request(schema)), client.submit(request(schema))
     given_up.cancel()
-    threading.Timer(0.05, gate.set).start()
+    threading.Thread(target=lambda: server._shutdown_event.wait(20) and gate.set()).start()
     server.shutdown()
     assert served.result(timeout=10)["policy_version"].item() == 0
     assert "shutting down" in str(fail_of(waiting))
@@ -847,7 +852,7 @@ def test_many_clients_each_get_their_own_answer(policies, backbone):
     assert not wrong_answers
     assert server.stats()["rows_served"] == sum(1 + (i + s) % 3 for i in range(8) for s in range(15))
     assert len(backbone.calls) < 120
-    assert all(not isinstance(s, Served) or s.users == 0 for s in map(policies.served, names))
+    until(lambda: all(policies.served(name).users == 0 for name in names))
 
 
 def test_a_client_is_not_dragged_along_by_copies(policies):

@@ -4,16 +4,22 @@ import csv
 import importlib.util
 import os
 import socket
-import subprocess
-import sys
 import threading
+import time
 from pathlib import Path
 
 import pytest
 import torch
 import yaml
 
-from nexus_lightning.monitoring.loggers import RunCSVLogger, close_loggers, logger_problems, make_loggers
+from nexus_lightning.monitoring import loggers as loggers_module
+from nexus_lightning.monitoring.loggers import (
+    RunCSVLogger,
+    TenantWandbLogger,
+    close_loggers,
+    logger_problems,
+    make_loggers,
+)
 
 
 def _rows(run_dir: Path) -> list[dict]:
@@ -78,6 +84,23 @@ def test_csv_from_a_trainer_and_many_threads(tmp_path):
     assert len(rows) == 60 and all(sum(r[f"train/t{i}/loss"] == "1.0" for r in rows) == 20 for i in range(3))
 
 
+def test_threads_that_log_first_at_once_share_one_writer(tmp_path, monkeypatch):
+    create = loggers_module._AppendingWriter.__init__
+
+    def slowly(self, log_dir):
+        time.sleep(0.05)
+        create(self, log_dir)
+
+    monkeypatch.setattr(loggers_module._AppendingWriter, "__init__", slowly)
+    logger = RunCSVLogger(tmp_path)
+    threads = [threading.Thread(target=logger.log_metrics, args=({f"train/t{i}/loss": 1.0}, i)) for i in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted(r["step"] for r in _rows(tmp_path)) == ["0", "1", "2"]
+
+
 def test_none_builds_nothing(tmp_path):
     assert make_loggers({"kind": "none"}, tmp_path, "run", {}) == []
     close_loggers([])
@@ -106,48 +129,47 @@ def test_shipped_configs_are_valid(name):
         assert logger_problems(config) == []
 
 
-WANDB_SCRIPT = """
-import sys
-from pathlib import Path
-from nexus_lightning.monitoring.loggers import close_loggers, make_loggers
-
-run_dir = Path(sys.argv[1])
-config = {"seed": 0, "tenants": {"libero": {"task": "sft"}, "toy": {"task": "rl"}}}
-for attempt in range(2):
-    loggers = make_loggers({"kind": "wandb", "project": "p", "mode": "offline", "tags": ["t"]}, run_dir, "r", config)
-    (logger,) = loggers
-    assert (run_dir / "wandb_run_id.txt").read_text().strip() == logger.version, "written before training"
-    logger.log_metrics({"train/libero/loss": 0.5, "libero/step": attempt, "time_s": 1.0}, step=attempt)
-    logger.add_tenant("late")
-    close_loggers(loggers)
-try:
-    make_loggers({"kind": "wandb", "project": "p", "mode": "online"}, run_dir / "other", "r", config)
-except ValueError as error:
-    print("refused:", error)
-"""
-
-
-@pytest.mark.skipif(importlib.util.find_spec("wandb") is None, reason="needs wandb")
-def test_wandb_offline_resumes_under_one_id_without_network_or_prompt(tmp_path):
-    run_dir = tmp_path / "run"
-    env = {k: v for k, v in os.environ.items() if not k.startswith("WANDB")}
+@pytest.fixture
+def offline_wandb(monkeypatch, tmp_path):
+    """The real client with no account; gives a server that anything calling home would knock at."""
+    wandb = pytest.importorskip("wandb")
+    for name in [n for n in os.environ if n.startswith("WANDB")]:
+        monkeypatch.delenv(name)
+    # Set, then deleted: whatever the code under test sets is undone afterwards.
+    monkeypatch.setenv("WANDB_ERROR_REPORTING", "")
+    monkeypatch.delenv("WANDB_ERROR_REPORTING")
+    monkeypatch.setenv("HOME", str(tmp_path))
     with socket.create_server(("127.0.0.1", 0)) as server:
         server.settimeout(0.01)
-        # Anything that called home would knock here.
-        address = f"http://127.0.0.1:{server.getsockname()[1]}"
-        env |= {"HOME": str(tmp_path), "PYTHONPATH": ".", "WANDB_BASE_URL": address, "HTTPS_PROXY": address}
-        command = [sys.executable, "-c", WANDB_SCRIPT, str(run_dir)]
-        done = subprocess.run(command, env=env, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=120)
-        assert done.returncode == 0, done.stderr
-        with pytest.raises(TimeoutError):
-            server.accept()
-    run_id = (run_dir / "wandb_run_id.txt").read_text().strip()
+        for name in ("WANDB_BASE_URL", "HTTP_PROXY", "HTTPS_PROXY"):
+            monkeypatch.setenv(name, f"http://127.0.0.1:{server.getsockname()[1]}")
+        wandb.teardown()
+        yield server
+        wandb.teardown()
+
+
+def test_wandb_offline_resumes_under_one_id_without_network_or_prompt(offline_wandb, tmp_path, monkeypatch):
+    said: list[str] = []
+    monkeypatch.setattr(loggers_module, "rank_zero_info", said.append)
+    run_dir = tmp_path / "run"
+    cfg = {"kind": "wandb", "project": "p", "mode": "offline", "tags": ["t"]}
+    for step in range(2):
+        (logger,) = make_loggers(cfg, run_dir, "r", {"seed": 0, "tenants": {"libero": {}, "toy": {}}})
+        assert isinstance(logger, TenantWandbLogger)
+        run_id = (run_dir / "wandb_run_id.txt").read_text().strip()
+        assert run_id == logger.version, "written before training"
+        logger.log_metrics({"train/libero/loss": 0.5, "libero/step": step, "time_s": 1.0}, step=step)
+        logger.add_tenant("late")
+        close_loggers([logger])
+    assert f"starts run {run_id}" in said[0] and f"resumes run {run_id}" in said[1] and "wandb sync" in said[1]
     folders = sorted((run_dir / "wandb").glob("offline-run-*"))
-    assert len(folders) == 2 and all(f.name.endswith(run_id) for f in folders)
-    record = next(folders[0].glob("*.wandb")).read_bytes()
-    assert b"train/libero/loss" in record and b"train/toy/*" in record and b"late/step" in record
-    assert f"starts run {run_id}" in done.stderr and f"resumes run {run_id}" in done.stderr
-    assert "refused: logger.mode='online': no W&B credentials found" in done.stdout
+    assert folders and all(f.name.endswith(run_id) for f in folders)
+    records = b"".join(path.read_bytes() for folder in folders for path in folder.glob("*.wandb"))
+    assert b"train/libero/loss" in records and b"train/toy/" in records and b"late/step" in records
+    with pytest.raises(ValueError, match="no W&B credentials found"):
+        make_loggers({**cfg, "mode": "online"}, tmp_path / "other", "r", {})
+    with pytest.raises(TimeoutError):
+        offline_wandb.accept()
 
 
 @pytest.mark.skipif(importlib.util.find_spec("wandb") is None, reason="needs wandb")

@@ -51,15 +51,20 @@ def test_state_images_and_seeds(push_cube):
 
 
 @pytest.mark.sim
-def test_images_are_upright(push_cube):
-    """The camera looks from the front towards the robot: its white base is in the upper half, the blue cube below."""
-    push_cube.reset(0)
-    image = push_cube.observe()["image"]["base_camera"].astype(int)
-    red, green, blue = image
-    cube = (blue > red + 60) & (blue > green + 30)
-    robot = (image > 190).all(0)
-    assert cube.sum() > 5 and robot.sum() > 20
-    assert np.argwhere(robot)[:, 0].mean() + 5 < np.argwhere(cube)[:, 0].mean()
+def test_images_are_upright_and_not_mirrored(push_cube):
+    """The camera looks back at the robot: the wooden table fills the lower part, and +y is to the right."""
+    seen = 0
+    for seed in range(6):
+        push_cube.reset(seed)
+        red, green, blue = push_cube.observe()["image"]["base_camera"].astype(int)
+        wood = red > blue + 40
+        assert wood[-16:].mean() > 0.8 and wood[:12].mean() < 0.1
+        cube = np.argwhere((blue > red + 60) & (blue > green + 30))
+        y = float(push_cube.env.obj.pose.p[0, 1])
+        if len(cube) > 3 and abs(y) > 0.03:
+            seen += 1
+            assert (cube[:, 1].mean() > 31.5) == (y > 0)
+    assert seen >= 2
 
 
 @pytest.mark.sim

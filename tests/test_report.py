@@ -128,7 +128,7 @@ def test_report_script(tmp_path):
     root = Path(__file__).parent.parent
     run = _make_run(tmp_path / "run", ["toy"])
     command = [sys.executable, "scripts/report.py"]
-    done = subprocess.run([*command, str(run)], cwd=root, capture_output=True, text=True, env=None, timeout=120)
+    done = subprocess.run([*command, str(run)], cwd=root, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip() == str(run / "report.html") and (run / "report.png").exists()
     done = subprocess.run([*command, str(tmp_path)], cwd=root, capture_output=True, text=True, timeout=120)

@@ -25,16 +25,19 @@ ACTION_SCALE = 0.1
 
 
 def make_expert(simulator: ManiSkillSimulator) -> Iterator[np.ndarray]:
-    """Actions float32 ``[7]`` (native: +1 opens) for the episode that ``simulator`` has just reset to.
+    """Actions (native: +1 opens) for the episode that ``simulator`` has just reset to.
+
+    float32 ``[7]`` for ``pd_ee_delta_pose``, ``[4]`` for ``pd_ee_delta_pos``, ``[8]`` for ``pd_joint_delta_pos`` (the
+    Panda's seven joints and the gripper).
 
     Raises:
         ValueError: no expert for this task or control mode.
     """
     if simulator.task not in EXPERTS:
         raise ValueError(f"no scripted expert for task {simulator.task!r}: there are {', '.join(EXPERTS)}")
-    if simulator.control_mode != "pd_ee_delta_pose":
-        raise ValueError(f"control_mode={simulator.control_mode!r}: the experts act in pd_ee_delta_pose")
-    return EXPERTS[simulator.task](simulator.env, TcpController(simulator.env))
+    if simulator.control_mode not in CONTROLLERS:
+        raise ValueError(f"control_mode={simulator.control_mode!r}: the experts act in {', '.join(CONTROLLERS)}")
+    return EXPERTS[simulator.task](simulator.env, CONTROLLERS[simulator.control_mode](simulator.env))
 
 
 class TcpController:
@@ -62,6 +65,51 @@ class TcpController:
             # pd_ee_delta_pose turns against the sign of the action: it scales by the lower rotation bound.
             rotation[2] = -np.clip(self._yaw_gain * error / ACTION_SCALE, -1, 1)
         return np.concatenate([delta, rotation, [gripper]]).astype(np.float32)
+
+
+class PositionTcpController(TcpController):
+    """``pd_ee_delta_pos``: the same without rotation."""
+
+    def towards(
+        self, target: np.ndarray, gripper: float, align: np.ndarray | None = None, speed: float = 1.0
+    ) -> np.ndarray:
+        """Action ``[4]``.
+
+        Raises:
+            ValueError: the task needs the fingers turned.
+        """
+        if align is not None:
+            raise ValueError("control_mode='pd_ee_delta_pos' cannot turn the hand: this task needs pd_ee_delta_pose")
+        return np.delete(super().towards(target, gripper, None, speed), [3, 4, 5])
+
+
+class JointTcpController(TcpController):
+    """The same motion as joint deltas: least squares on the Jacobian, orientation held at its value at the start."""
+
+    def __init__(self, env: Any, gain: float = 1.6, yaw_gain: float = 1.5) -> None:
+        super().__init__(env, gain, yaw_gain)
+        self._robot = env.agent.robot._objs[0]
+        self._model = self._robot.create_pinocchio_model()
+        self._link = [link.name for link in self._robot.links].index(self._tcp._objs[0].name)
+        self._start = quat2mat(_vector(self._tcp.pose.q))
+
+    def towards(
+        self, target: np.ndarray, gripper: float, align: np.ndarray | None = None, speed: float = 1.0
+    ) -> np.ndarray:
+        """Action ``[8]``; the arguments are those of :meth:`TcpController.towards`."""
+        action = super().towards(target, gripper, align, speed)
+        rotation = quat2mat(_vector(self._tcp.pose.q))
+        if align is None:
+            turn = 0.5 * np.cross(rotation.T, self._start.T).sum(0)  # small-angle error, world frame
+        else:
+            turn = -action[3:6] * ACTION_SCALE
+            self._start = rotation
+        self._model.compute_full_jacobian(np.asarray(self._robot.qpos))
+        local = self._model.get_link_jacobian(self._link, True)[:, :7]  # in the hand's frame: rows are [v; w]
+        jacobian = np.concatenate([rotation @ local[:3], rotation @ local[3:]])
+        joints = np.linalg.lstsq(jacobian, np.concatenate([action[:3] * ACTION_SCALE, turn]), rcond=1e-2)[0]
+        joints /= max(ACTION_SCALE, np.abs(joints).max())  # +-1 = 0.1 rad
+        return np.concatenate([joints, [gripper]]).astype(np.float32)
 
 
 def push_cube(env: Any, tcp: TcpController) -> Iterator[np.ndarray]:
@@ -141,4 +189,10 @@ EXPERTS: dict[str, Callable[[Any, TcpController], Iterator[np.ndarray]]] = {
     "PullCube-v1": pull_cube,
     "PickCube-v1": pick_cube,
     "StackCube-v1": stack_cube,
+}
+
+CONTROLLERS: dict[str, type[TcpController]] = {
+    "pd_ee_delta_pose": TcpController,
+    "pd_ee_delta_pos": PositionTcpController,
+    "pd_joint_delta_pos": JointTcpController,
 }

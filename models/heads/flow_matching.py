@@ -58,7 +58,7 @@ class FlowMatchingHead(ActionHead):
         self,
         feature_spec: FeatureSpec,
         schema: TenantSchema,
-        size: Literal["XS", "S", "B"] = "S",
+        size: Literal["XS", "S", "B"] = "XS",
         num_steps: int = 10,
         noise_samples: int = 4,
         pool_grid: int = 8,

@@ -33,7 +33,7 @@ class ServiceTimes:
         >>> t = ServiceTimes()
         >>> t.add("actor", {"a": 3, "b": 1}, 0.0, 4.0)
         >>> t.add("actor", {"a": 2}, 2.0, 6.0)
-        >>> t.busy_s["actor"], t.utilisation(wall_s=12.0)["actor"]
+        >>> dict(t.busy_s["actor"]), t.utilisation(wall_s=12.0)["actor"]
         ({'a': 7.0, 'b': 1.0}, 0.5)
     """
 

@@ -97,13 +97,16 @@ class RunCSVLogger(CSVLogger):
 
     def __init__(self, run_dir: str | os.PathLike) -> None:
         super().__init__(save_dir=os.fspath(run_dir), name="", version="", flush_logs_every_n_steps=1)
+        self._creation_lock = threading.Lock()
 
     @property
     @rank_zero_experiment
     def experiment(self) -> ExperimentWriter:
-        if not isinstance(self._experiment, ExperimentWriter):
-            self._experiment = _AppendingWriter(log_dir=self.log_dir)
-        return self._experiment
+        # Two threads that log first at once must share one writer: a second one would not know the first one's header.
+        with self._creation_lock:
+            if not isinstance(self._experiment, ExperimentWriter):
+                self._experiment = _AppendingWriter(log_dir=self.log_dir)
+            return self._experiment
 
 
 class _AppendingWriter(ExperimentWriter):

@@ -13,6 +13,8 @@ from typing import Any
 from lightning.pytorch.callbacks import ProgressBar
 from tqdm import tqdm
 
+from nexus_lightning.monitoring.stats import duration_text
+
 
 @dataclass
 class TenantStatus:
@@ -97,16 +99,6 @@ def status_line(status: RunStatus, elapsed_s: float) -> str:
     jobs = f"jobs {status.jobs}" + ("" if status.max_jobs is None else f"/{status.max_jobs}")
     tenants = [tenant_text(name, tenant) for name, tenant in list(status.tenants.items())]
     return " | ".join([f"[{duration_text(elapsed_s):>4}] {jobs}", *tenants, queue_text(status)])
-
-
-def duration_text(seconds: float) -> str:
-    """``42s``, ``3m05s``, ``2h07m``."""
-    whole = int(seconds)
-    if whole < 60:
-        return f"{whole}s"
-    if whole < 3600:
-        return f"{whole // 60}m{whole % 60:02d}s"
-    return f"{whole // 3600}h{whole % 3600 // 60:02d}m"
 
 
 def _short(value: float | None) -> str:

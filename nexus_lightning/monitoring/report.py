@@ -25,8 +25,7 @@ import yaml
 
 from nexus_lightning.monitoring.banner import privileged_text, text_table
 from nexus_lightning.monitoring.events import SERVICES, ServiceTimes, event_end_s, read_events
-from nexus_lightning.monitoring.progress import duration_text
-from nexus_lightning.monitoring.stats import wilson_interval
+from nexus_lightning.monitoring.stats import duration_text, wilson_interval
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

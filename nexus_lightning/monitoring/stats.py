@@ -1,4 +1,4 @@
-"""Small statistics for monitoring: honest intervals for success rates, running means."""
+"""Small statistics for monitoring: honest intervals for success rates, running means, durations."""
 
 from __future__ import annotations
 
@@ -76,3 +76,13 @@ class RunningMean:
     def value(self) -> float | None:
         """The mean, None before the first value."""
         return self._sum / self.count if self.count else None
+
+
+def duration_text(seconds: float) -> str:
+    """``42s``, ``3m05s``, ``2h07m``."""
+    whole = int(seconds)
+    if whole < 60:
+        return f"{whole}s"
+    if whole < 3600:
+        return f"{whole // 60}m{whole % 60:02d}s"
+    return f"{whole // 3600}h{whole % 3600 // 60:02d}m"

@@ -39,7 +39,7 @@ def reduce_chunk(values: Tensor, executed: Tensor, reduction: str) -> Tensor:
 class ChunkGaussian(Distribution):
     """Diagonal Gaussian over a chunk ``[*B, T, A]`` whose unexecuted steps count for nothing."""
 
-    arg_constraints = {}  # noqa: RUF012 - torch's own class attribute
+    arg_constraints = {}
     has_rsample = True
 
     def __init__(self, loc: Tensor, scale: Tensor, executed: Tensor, reduction: str = "sum") -> None:
@@ -94,9 +94,9 @@ def compute_advantages(rollout: TensorDict, algorithm: AlgorithmConfig) -> Tenso
 class PPOObjective:
     """Clipped PPO over the rows of one rollout partition.
 
-    Partition fields (rows = decisions): ``observation`` with raw ``state``, ``language_instruction``, ``CHUNK`` normalised,
-    ``executed``, ``sample_log_prob`` (behaviour policy), ``advantage``, ``value_target``, ``state_value``. The module adds
-    ``features`` and ``state`` once per job.
+    Partition fields (rows = decisions): ``observation`` with raw ``state``, ``language_instruction``, ``CHUNK``
+    normalised, ``executed``, ``sample_log_prob`` (behaviour policy), ``advantage``, ``value_target``, ``state_value``.
+    The module adds ``features`` and ``state`` once per job.
     """
 
     fields = (

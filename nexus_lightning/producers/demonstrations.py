@@ -67,9 +67,8 @@ def dataset_stats(dataset: Any, schema: TenantSchema) -> tuple[NormalizationStat
 class DemonstrationReader:
     """Turns frame indices of a LeRobotDataset into batches with features.
 
-    With ``cache_features`` every frame is decoded and encoded once, on first use of :meth:`warm_up`, and then served from
-    memory (the backbone is frozen: a feature never goes stale). Otherwise each batch is decoded and its images are
-    encoded again.
+    With ``cache_features`` every frame is decoded and encoded once, in :meth:`warm_up`, and then served from memory (the
+    backbone is frozen: a feature never goes stale). Otherwise each batch is decoded and its images are encoded again.
     """
 
     def __init__(self, dataset: Any, config: DatasetConfig, schema: TenantSchema, backbone: Backbone) -> None:
@@ -80,7 +79,9 @@ class DemonstrationReader:
     def __len__(self) -> int:
         return len(self.dataset)
 
-    def warm_up(self, stopping: Callable[[], bool] = lambda: False, progress: Callable[[int], None] | None = None) -> bool:
+    def warm_up(
+        self, stopping: Callable[[], bool] = lambda: False, progress: Callable[[int], None] | None = None
+    ) -> bool:
         """Decode and encode the whole dataset once. Returns False when ``stopping`` said so before the end.
 
         Raises:

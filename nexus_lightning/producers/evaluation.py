@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tensordict import TensorDict
 from tensordict.nn import TensorDictModuleBase
 
 from nexus_lightning.environment import SimulatorEnv
@@ -157,7 +156,9 @@ class Evaluator:
     def wait_idle(self, timeout_s: float | None = None) -> bool:
         """Wait until nothing is pending or running. False on timeout."""
         with self._changed:
-            return self._changed.wait_for(lambda: self._broken or (self._pending is None and not self._running), timeout_s)
+            return self._changed.wait_for(
+                lambda: self._broken or (self._pending is None and not self._running), timeout_s
+            )
 
     def wait_for_request(self, timeout_s: float) -> bool:
         with self._changed:
@@ -222,4 +223,3 @@ class EvaluationProducer(Producer):
 def result_dict(result: EvalResult) -> dict[str, Any]:
     """JSON-able form, per-seed outcomes included."""
     return {k: list(v) if isinstance(v, tuple) else v for k, v in asdict(result).items()}
-

@@ -8,7 +8,6 @@ import torch
 from tensordict import TensorDict
 from torchrl.collectors import Collector
 
-from nexus_lightning.config import AlgorithmConfig
 from nexus_lightning.environment import SimulatorEnv
 from nexus_lightning.objectives.ppo import CHUNK, EXECUTED, LOG_PROBS, compute_advantages
 from nexus_lightning.producers.base import Producer
@@ -115,9 +114,7 @@ class RolloutProducer(Producer):
 
     def _advantages(self, rollout: TensorDict) -> None:
         """The advantage stage, under its own lease: metadata first, then data, then the derived columns."""
-        staged = self.scheduler.lease_stage(
-            JobState.NEEDS_ADVANTAGES, self.lease_deadline_s, tenant_id=self.tenant
-        )
+        staged = self.scheduler.lease_stage(JobState.NEEDS_ADVANTAGES, self.lease_deadline_s, tenant_id=self.tenant)
         if staged is None:  # closed or quarantined meanwhile
             return
         rollout = rollout.copy()
@@ -129,7 +126,7 @@ class RolloutProducer(Producer):
         self.scheduler.mark(staged.job_id, JobState.READY)
 
     def _next_values(self, rollout: TensorDict) -> torch.Tensor:
-        """Critic of the state after each decision ``[N, L, 1]``: 0 where terminated; asked for where the episode was cut."""
+        """Critic of the state after each decision ``[N, L, 1]``: 0 where terminated, asked for where it was cut."""
         following = rollout["next"]
         values = torch.zeros_like(rollout["state_value"])
         values[:, :-1] = rollout["state_value"][:, 1:]

@@ -1,0 +1,128 @@
+"""The command line as users type it, in processes of its own."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+FAST = ["backbone._target_=fakes.FakeBackbone", "~backbone.pretrained", "~backbone.blind", "~backbone.cached_instructions"]
+
+
+def run(*arguments: str, timeout: float = 400, **kwargs) -> subprocess.CompletedProcess:
+    environment = {**os.environ, "PYTHONPATH": str(ROOT / "tests"), "HF_HUB_OFFLINE": "1", "MUJOCO_GL": "osmesa"}
+    environment.pop("PYTHONDONTWRITEBYTECODE", None)
+    return subprocess.run(
+        [sys.executable, *arguments],
+        cwd=ROOT,
+        env=environment,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+        **kwargs,
+    )
+
+
+def folders(tmp_path: Path) -> list[str]:
+    return [f"output_dir={tmp_path}/outputs", f"data_dir={tmp_path}/data"]
+
+
+def test_fast_dev_run_of_the_toy(tmp_path):
+    done = run("train.py", "+tenants=[toy]", "trainer.fast_dev_run=true", *FAST, *folders(tmp_path))
+    assert done.returncode == 0, done.stderr
+    run_dir = Path(done.stdout.strip().splitlines()[-1])
+    assert run_dir.is_dir(), "the last line is the run folder"
+    assert (tmp_path / "outputs" / "latest").resolve() == run_dir.resolve()
+    summary = json.loads((run_dir / "summary.json").read_text())
+    assert summary["tenants"]["toy"]["jobs_completed"] == 1 and summary["tenants"]["toy"]["eval"]["n"] == 1
+    assert "toy" in done.stdout and "privileged: target_action" in done.stdout
+
+
+def test_errors_come_in_one_message_and_exit_with_two(tmp_path):
+    done = run("train.py", "+tenants=[toy]", "tenants.toy.schema.execute=9", "tenants.toy.weight=0", *folders(tmp_path))
+    assert done.returncode == 2
+    assert "tenants.toy.schema.execute=9" in done.stderr and "tenants.toy.weight=0" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert not (tmp_path / "outputs").exists(), "nothing is built before the configuration is whole"
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_saves_and_the_run_goes_on_afterwards(tmp_path, number):
+    arguments = ["train.py", "+tenants=[toy]", "tenants.toy.target_jobs=100000", *FAST, *folders(tmp_path)]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT / "tests")}
+    process = subprocess.Popen(
+        [sys.executable, *arguments],
+        cwd=ROOT,
+        env=environment,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    metrics = tmp_path / "outputs" / "latest" / "metrics.csv"
+    deadline = time.monotonic() + 300
+    while not (metrics.is_file() and "train/toy/loss" in metrics.read_text()):
+        assert process.poll() is None and time.monotonic() < deadline, process.stdout.read()
+        time.sleep(0.2)
+    process.send_signal(number)
+    output, _ = process.communicate(timeout=120)
+    assert process.returncode == 0, output
+    stopped = json.loads((metrics.parent / "summary.json").read_text())
+    jobs = stopped["tenants"]["toy"]["jobs_completed"]
+    assert stopped["interrupted"] is True and jobs >= 1
+    again = run(*arguments[:-2], *folders(tmp_path), "ckpt_path=last", f"trainer.max_jobs={jobs + 2}")
+    assert again.returncode == 0, again.stderr
+    resumed = json.loads((metrics.parent / "summary.json").read_text())
+    assert resumed["tenants"]["toy"]["jobs_completed"] == jobs + 2
+
+
+def test_evaluate_and_export_work_from_a_payload_alone(tmp_path):
+    done = run(
+        "train.py", "+tenants=[toy]", "tenants.toy.target_jobs=2", "tenants.toy.eval.episodes=5", *FAST, *folders(tmp_path)
+    )
+    assert done.returncode == 0, done.stderr
+    payload = tmp_path / "outputs" / "latest" / "tenants" / "toy"
+    inside = json.loads((tmp_path / "outputs" / "latest" / "summary.json").read_text())["tenants"]["toy"]["eval"]
+    exported = run("scripts/export.py", f"payload={payload}", f"out={tmp_path}/exported")
+    assert exported.returncode == 0, exported.stderr
+    results = []
+    for source, num_envs in ((payload, 1), (tmp_path / "exported" / "toy", 3)):
+        out = tmp_path / f"eval{num_envs}.json"
+        result = run(
+            "scripts/evaluate.py", f"payload={source}", "episodes=5", f"num_envs={num_envs}", f"json={out}"
+        )
+        assert result.returncode == 0, result.stderr
+        results.append(json.loads(out.read_text()))
+    assert results[0]["successes"] == results[1]["successes"], "each seed counts once, whatever the number of simulators"
+    assert results[0]["seeds"] == [0, 1, 2, 3, 4] and results[0]["success_rate"] == inside["success_rate"]
+
+
+@pytest.mark.sim
+def test_a_tiny_real_run_of_both_simulators(tmp_path):
+    """libero (2 demonstrations) and maniskill (1 job) in one run: the quickstart, shrunk."""
+    done = run(
+        "train.py",
+        "+tenants=[libero,maniskill]",
+        "trainer.fast_dev_run=true",
+        "tenants.libero.dataset.record.episodes=2",
+        "tenants.libero.dataset.batches_per_job=4",
+        "tenants.maniskill.algorithm.chunks_per_job=14",
+        "tenants.maniskill.init_from.recipe.target_jobs=2",
+        *folders(tmp_path),
+        timeout=900,
+    )
+    assert done.returncode == 0, done.stderr
+    summary = json.loads((tmp_path / "outputs" / "latest" / "summary.json").read_text())
+    assert {n: t["jobs_completed"] for n, t in summary["tenants"].items()} == {"libero": 1, "maniskill": 1}
+    assert summary["tenants"]["libero"]["privileged"] and summary["tenants"]["maniskill"]["privileged"]
+    assert summary["backbone_unchanged"] is True
+    for name in ("libero", "maniskill"):
+        assert (tmp_path / "outputs" / "latest" / "videos" / f"{name}.mp4").stat().st_size > 1000

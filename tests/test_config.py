@@ -1,0 +1,165 @@
+"""Composition of the real conf/ and whole-config validation."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hydra.errors import ConfigCompositionException
+
+from nexus_lightning.config import ConfigError, NexusConfig, split_head, validate
+
+
+def problems(config: NexusConfig) -> str:
+    with pytest.raises(ConfigError) as error:
+        validate(config)
+    return str(error.value)
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["+tenants=[toy,toy_sft]"],
+        ["tenants=[toy,toy_sft]"],
+        ["tenants.toy.head.lr=0.01", "+tenants=[toy,toy_sft]"],  # order does not matter
+    ],
+)
+def test_tenants_are_chosen_on_the_command_line(compose, overrides):
+    config = compose(*overrides)
+    assert list(config.tenants) == ["toy", "toy_sft"]
+    assert config.tenants["toy"].task == "rl" and config.tenants["toy_sft"].task == "sft"
+    validate(config)
+
+
+def test_overrides_reach_the_tenant(compose):
+    config = compose("+tenants=[libero]", "tenants.libero.head.lr=1e-4")
+    assert config.tenants["libero"].head["lr"] == 1e-4
+
+
+def test_an_experiment_sets_tenants(compose):
+    config = compose("experiment=two_toys")
+    assert list(config.tenants) == ["toy_a", "toy_b"]
+    assert config.tenants["toy_a"].schema == config.tenants["toy_b"].schema
+    assert config.tenants["toy_b"].head["lr"] == 1e-3
+    validate(config)
+
+
+def test_a_second_copy_under_another_name(compose):
+    config = compose("+tenants=[toy]", "+tenant@tenants.toy2=toy", "tenants.toy2.head.lr=5e-4")
+    assert config.tenants["toy2"].head["lr"] == 5e-4 != config.tenants["toy"].head["lr"]
+    validate(config)
+
+
+def test_every_shipped_tenant_is_valid(compose):
+    config = compose("+tenants=[libero,maniskill,maniskill_sft,toy,toy_sft]")
+    validate(config)
+    assert config.tenants["libero"].schema.privileged, "the LIBERO quickstart tenant reads privileged object poses"
+    assert config.tenants["maniskill"].schema.privileged == ["obj_pose"]
+    assert not config.tenants["maniskill_sft"].schema.privileged
+
+
+def test_a_head_by_name(compose):
+    config = compose("+tenants=[toy_sft]", "tenants.toy_sft.head=flow_matching")
+    assert split_head(config.tenants["toy_sft"].head)[0] == "models.heads.flow_matching.FlowMatchingHead"
+    with pytest.raises(ConfigError, match=r"tenants\.toy_sft\.head=transformer.*choose one of.*flow_matching.*mlp"):
+        compose("+tenants=[toy_sft]", "tenants.toy_sft.head=transformer")
+
+
+def test_unknown_keys_and_wrong_types_fail_with_the_full_key(compose):
+    with pytest.raises(ConfigCompositionException, match="taks"):
+        compose("+tenants=[toy]", "tenants.toy.taks=sft")
+    with pytest.raises(ConfigCompositionException, match="state_dim"):
+        compose("+tenants=[toy]", "tenants.toy.schema.state_dim=four")
+
+
+def test_two_tenants_with_one_name_are_refused(compose):
+    with pytest.raises(ConfigCompositionException, match="toy"):
+        compose("+tenants=[toy,toy]")
+    config = compose("+tenants=[toy]", "+tenant@tenants.Toy=toy")
+    assert "tenants.Toy" in problems(config)
+
+
+def test_missing_values_are_all_listed(compose):
+    with pytest.raises(ConfigError) as error:
+        compose("+tenants=[toy]", "tenants.toy.schema.chunk=???", "tenants.toy.algorithm.chunks_per_job=???")
+    assert "tenants.toy.schema.chunk" in str(error.value)
+    assert "tenants.toy.algorithm.chunks_per_job" in str(error.value)
+
+
+def test_everything_wrong_is_listed_at_once(compose):
+    config = compose("+tenants=[toy,toy_sft]")
+    toy, sft = config.tenants["toy"], config.tenants["toy_sft"]
+    toy.schema.execute = 5
+    toy.head["learning_rate"] = 3
+    toy.environment.simulator["horizn"] = 3
+    sft.dataset.record = None
+    sft.dataset.root = "/nowhere/at/all"
+    sft.schema.cameras = ["front"]
+    sft.max_in_flight = 0
+    config.placement.precision = "16-mixed"
+    text = problems(config)
+    for expected in (
+        "tenants.toy.schema.execute=5: must not exceed chunk=2",
+        "tenants.toy.head.learning_rate=3: ChunkMLPHead has no such key; valid keys:",
+        "tenants.toy.environment.simulator.horizn=3",
+        "tenants.toy_sft.dataset.root=/nowhere/at/all: no LeRobotDataset there",
+        "tenants.toy_sft.environment.simulator.cameras=['camera']: differs from tenants.toy_sft.schema.cameras",
+        "tenants.toy_sft.max_in_flight=0",
+        "placement.precision=16-mixed",
+    ):
+        assert expected in text
+
+
+def test_missing_package_names_the_install_line(compose, monkeypatch):
+    import importlib.util
+
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *a: None if name == "mani_skill" else find(name, *a))
+    text = problems(compose("+tenants=[maniskill]"))
+    assert "package mani_skill is missing; pip install 'nexus-lightning[maniskill]'" in text
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "expected"),
+    [
+        ("task", "offline", "choose one of sft, rl"),
+        ("head", {"_target_": "models.heads.mlp.NoSuchHead", "lr": 1e-3}, "cannot be imported"),
+        ("head", {"_target_": "models.heads.mlp.ChunkMLPHead"}, "a positive learning rate is required"),
+        ("weight", 0.0, "must be positive"),
+        ("algorithm", None, "task rl needs an algorithm"),
+        ("environment", None, "task rl needs an environment"),
+    ],
+)
+def test_bad_tenant_values(compose, key, value, expected):
+    config = compose("+tenants=[toy]")
+    setattr(config.tenants["toy"], key, value)
+    assert expected in problems(config)
+
+
+def test_rl_refuses_a_head_without_log_probs(compose):
+    config = compose("+tenants=[toy]", "tenants.toy.head=flow_matching")
+    config.tenants["toy"].head["lr_schedule"] = "constant"
+    assert "has no log-probabilities" in problems(config)
+
+
+def test_a_run_that_never_ends_is_refused(compose):
+    config = compose("+tenants=[toy]", "tenants.toy.target_jobs=null")
+    assert "nothing ends this run" in problems(config)
+    config.trainer.max_time = "00:00:05:00"
+    validate(config)
+
+
+def test_recipe_and_tenant_must_share_a_schema(compose):
+    config = compose("+tenants=[maniskill]")
+    recipe = config.tenants["maniskill"].init_from.recipe
+    recipe["schema"] = replace(recipe["schema"], chunk=8)
+    assert "init_from.recipe.schema: differs from tenants.maniskill.schema in chunk" in problems(config)
+
+
+def test_changing_what_is_recorded_changes_its_folder_and_nothing_else_does(compose, tmp_path):
+    from nexus_lightning.config import dataset_root
+
+    def root(*overrides):
+        return dataset_root(compose("+tenants=[toy_sft]", *overrides).tenants["toy_sft"], "data")
+
+    assert root() == root("tenants.toy_sft.head.lr=1") != root("tenants.toy_sft.dataset.record.episodes=7")

@@ -1,0 +1,147 @@
+"""Whole runs in this process on the toy simulator and a fake backbone: isolation, resume, quarantine, determinism."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from models.heads.mlp import ChunkMLPHead
+from nexus_lightning.checkpoint import read_payload, resolve_payload, tensors_digest
+from nexus_lightning.trainer import train
+
+FAKE = {"_target_": "fakes.FakeBackbone"}
+
+
+@pytest.fixture(scope="session")
+def toy_data(tmp_path_factory) -> Path:
+    """Where toy demonstrations are recorded, once."""
+    return tmp_path_factory.mktemp("toy_data")
+
+
+@pytest.fixture
+def toy(compose, toy_data):
+    """``toy(tenants, overrides...)`` -> config of a short silent run on the fake backbone."""
+
+    def build(*overrides: str):
+        config = compose(*overrides, f"data_dir={toy_data}", "trainer.enable_progress_bar=false")
+        config.backbone = dict(FAKE)
+        for tenant in config.tenants.values():
+            tenant.eval = replace(tenant.eval, episodes=4, every_n_jobs=None, at_start=False, video=False)
+            tenant.target_jobs = 6
+            if tenant.dataset is not None:
+                tenant.dataset.record.workers = 1
+                tenant.dataset.record.episodes = 6
+        return config
+
+    return build
+
+
+def state_of(run_dir: str, tenant: str) -> tuple[str, str, dict]:
+    """Digests of head and optimizer (with RNG), and the counters of a tenant's last payload."""
+    payload = read_payload(resolve_payload(Path(run_dir) / "tenants" / tenant))
+    moments = {f"{i}.{k}": torch.as_tensor(v) for i, s in payload.optimizer["state"].items() for k, v in s.items()}
+    return tensors_digest(payload.tensors), tensors_digest({**moments, "rng": payload.rng}), payload.state["cursor"]
+
+
+class NaNHead(ChunkMLPHead):
+    """Loss becomes NaN in the third job (a test double)."""
+
+    def loss(self, features, state, actions, is_pad):
+        losses = super().loss(features, state, actions, is_pad)
+        self.calls = getattr(self, "calls", 0) + 1
+        return {k: v * float("nan") for k, v in losses.items()} if self.calls > 8 else losses
+
+
+def test_alone_equals_interleaved_bit_for_bit(toy):
+    together = toy("+tenants=[toy_sft]", "+tenant@tenants.other=toy_sft", "+tenant@tenants.third=toy")
+    together.tenants["other"].head["lr"] = 0.01
+    alone = toy("+tenants=[toy_sft]")
+    a, b = train(together), train(alone)
+    assert a["tenants"]["third"]["jobs_completed"] == a["tenants"]["other"]["jobs_completed"] == 6
+    assert state_of(a["run_dir"], "toy_sft") == state_of(b["run_dir"], "toy_sft")
+    assert state_of(a["run_dir"], "other")[0] != state_of(a["run_dir"], "toy_sft")[0]
+    assert a["backbone_unchanged"] and b["backbone_unchanged"]
+
+
+def test_alone_equals_beside_a_tenant_whose_loss_is_nan(toy):
+    broken = toy("+tenants=[toy_sft]", "+tenant@tenants.broken=toy_sft")
+    broken.tenants["broken"].head["_target_"] = f"{__name__}.NaNHead"
+    a, b = train(broken), train(toy("+tenants=[toy_sft]"))
+    assert "NonFiniteLoss" in a["tenants"]["broken"]["quarantined"]
+    assert a["tenants"]["broken"]["jobs_completed"] == 2, "quarantined in its third job, before that optimizer step"
+    assert a["tenants"]["toy_sft"]["quarantined"] is None and a["tenants"]["toy_sft"]["jobs_completed"] == 6
+    assert state_of(a["run_dir"], "toy_sft") == state_of(b["run_dir"], "toy_sft")
+    assert "NonFiniteLoss" in (Path(a["run_dir"]) / "errors" / "broken.txt").read_text()
+
+
+@pytest.mark.parametrize("tenant", ["toy_sft", "toy"])
+def test_resume_equals_the_unbroken_run(toy, tenant):
+    def config(**changes):
+        built = toy(f"+tenants=[{tenant}]")
+        built.tenants[tenant].max_in_flight = 1  # for RL: every rollout acts with the version before it
+        built.trainer.max_jobs = changes.get("max_jobs")
+        built.ckpt_path = changes.get("ckpt_path")
+        return built
+
+    unbroken = train(config())
+    stopped = train(config(max_jobs=3))
+    assert stopped["tenants"][tenant]["jobs_completed"] == 3
+    resumed = train(config(ckpt_path=stopped["run_dir"]))
+    assert resumed["run_dir"] == stopped["run_dir"], "a resumed run goes on in its own folder"
+    assert resumed["tenants"][tenant]["jobs_completed"] == 6
+    assert state_of(resumed["run_dir"], tenant) == state_of(unbroken["run_dir"], tenant)
+
+
+def test_ckpt_path_last_is_the_newest_run(toy):
+    first = train(toy("+tenants=[toy_sft]", "trainer.max_jobs=2"))
+    again = toy("+tenants=[toy_sft]", "ckpt_path=last")
+    assert train(again)["run_dir"] == first["run_dir"]
+
+
+def test_the_checkpoint_holds_no_weights_and_no_backbone(toy):
+    run_dir = Path(train(toy("+tenants=[toy_sft]"))["run_dir"])
+    checkpoint = torch.load(run_dir / "checkpoints" / "last.ckpt", weights_only=True)
+    assert checkpoint["state_dict"] == {} and checkpoint["optimizer_states"] == []
+    payload = read_payload(run_dir / checkpoint["nexus"]["tenants"]["toy_sft"])
+    assert all(name.startswith(("head.", "normalizer.")) for name in payload.tensors)
+
+
+def test_the_run_folder_holds_what_users_look_for(toy):
+    run = train(toy("+tenants=[toy,toy_sft]"))
+    run_dir = Path(run["run_dir"])
+    for name in ("summary.json", "report.html", "report.png", "metrics.csv", "config.yaml", "events.jsonl"):
+        assert (run_dir / name).stat().st_size > 0, name
+    summary = json.loads((run_dir / "summary.json").read_text())
+    for name, tenant in summary["tenants"].items():
+        assert tenant["policy_version"] == tenant["jobs_completed"] == 6, name
+        assert set(tenant["eval"]) >= {"success_rate", "n", "ci_low", "ci_high"} and tenant["eval"]["n"] == 4
+    assert summary["backbone_unchanged"] is True
+    assert summary["jobs_by_state"]["completed"] == 12
+    assert 0 < summary["utilisation"]["actor"] <= 1 and 0 < summary["utilisation"]["inference"] <= 1
+    latest = run_dir.parent / "latest"
+    assert latest.is_symlink() and latest.resolve() == run_dir.resolve()
+
+
+def test_demonstration_frames_pass_the_backbone_once(toy, toy_data):
+    run = train(toy("+tenants=[toy_sft]"))
+    info = next(toy_data.glob("demos/*/meta/info.json"))
+    assert run["backbone_rows"]["demonstrations"]["toy_sft"] == json.loads(info.read_text())["total_frames"]
+    assert run["backbone_rows"]["actor"] == 0, "the actor reuses the cached features"
+    config = toy("+tenants=[toy_sft]", "tenants.toy_sft.dataset.cache_features=false")
+    again = train(config)
+    assert again["backbone_rows"]["demonstrations"]["toy_sft"] > run["backbone_rows"]["demonstrations"]["toy_sft"]
+
+
+def test_a_start_from_another_schema_or_backbone_is_refused(toy):
+    run = train(toy("+tenants=[toy_sft]"))
+    config = toy("+tenants=[toy]", f"+tenants.toy.init_from={{path: {run['run_dir']}/tenants/toy_sft}}")
+    with pytest.raises(ValueError, match=r"tenants\.toy\.init_from.*another schema.*state_normalization"):
+        train(config)
+    config.tenants["toy"].schema.state_normalization = "mean_std"
+    config.backbone["seed"] = 1
+    with pytest.raises(ValueError, match="another backbone"):
+        train(config)
