@@ -137,7 +137,7 @@ def check_observation(observation: TensorDict, schema: TenantSchema) -> None:
     if set(given) != set(schema.cameras):
         raise ValueError(f"camera mismatch: schema has {list(schema.cameras)}, observation has {list(given)}")
     for camera in schema.cameras:
-        image = images[camera]
+        image = observation["image", camera]
         size = (3, schema.image_size, schema.image_size)
         if image.dtype != torch.uint8 or tuple(image.shape[-3:]) != size:
             raise ValueError(

@@ -12,6 +12,7 @@ import json
 import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import cast
 
 import numpy as np
 import torch
@@ -249,7 +250,8 @@ def _check_act(head: ActionHead, batch: _HeadBatch, problems: _Problems, toleran
         longer = head.act(_with_more_padding(batch.features), batch.state, batch.noise)
         for row in range(size):
             part = slice(row, row + 1)
-            alone = head.act(_without_padding(batch.features[part]), batch.state[part], batch.noise[part])
+            features = cast(VLAFeature, batch.features[part])
+            alone = head.act(_without_padding(features), batch.state[part], batch.noise[part])
             for key in keys:
                 if not _close(out[key][part], alone[key], tolerance):
                     problems.add(
@@ -463,7 +465,7 @@ def _seeded(seed: int) -> Iterator[None]:
 @contextmanager
 def _untouched_generators(problems: _Problems, what: str) -> Iterator[None]:
     def states() -> Sequence[bytes]:
-        python, legacy = repr(random.getstate()), repr(np.random.get_state(legacy=True)[1:3])
+        python, legacy = repr(random.getstate()), repr(cast(tuple, np.random.get_state(legacy=True))[1:3])
         return torch.get_rng_state().numpy().tobytes(), python.encode(), legacy.encode()
 
     before = states()

@@ -115,7 +115,7 @@ class AlgorithmConfig:
 @dataclass
 class EvalConfig:
     every_n_jobs: int | None = None  # null: only at the start and the end of the run
-    episodes: int = 20
+    episodes: int = 20  # 0: no evaluation
     first_seed: int = 0  # (task, seed) pairs first_seed ... first_seed + episodes - 1, each counted once
     num_envs: int = 1  # simulators of an SFT tenant's evaluation; an RL tenant evaluates on its rollout simulators
     at_start: bool = True
@@ -342,8 +342,10 @@ def _tenant_problems(key: str, name: str, tenant: TenantConfig, config: NexusCon
         problems += _sft_problems(key, tenant, schema, config)
     if tenant.task == "rl":
         problems += _rl_problems(key, tenant)
-    if tenant.eval.episodes < 1 or tenant.eval.num_envs < 1:
-        problems.append(f"{key}.eval: episodes and num_envs must be at least 1")
+    if tenant.eval.episodes < 0:
+        problems.append(f"{key}.eval.episodes={tenant.eval.episodes}: must be at least 1, or 0 for no evaluation")
+    if tenant.eval.num_envs < 1:
+        problems.append(f"{key}.eval.num_envs={tenant.eval.num_envs}: must be at least 1")
     if tenant.eval.every_n_jobs is not None and tenant.eval.every_n_jobs < 1:
         problems.append(f"{key}.eval.every_n_jobs={tenant.eval.every_n_jobs}: must be at least 1, or null")
     if tenant.init_from is not None:

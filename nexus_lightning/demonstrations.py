@@ -19,7 +19,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from multiprocessing.connection import wait
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
@@ -234,7 +234,11 @@ def _episodes(
         if next_out == last_seed:
             raise RuntimeError(_gave_up(expert, first_seed, episodes))
         timeout_s = max(timeouts[p] for p in running)
-        ready = wait(list(running), timeout_s)
+        # `wait` takes anything with a fileno(); its stub names connections and sockets only
+        ready = cast(
+            list[SimulatorProcess],
+            wait(list(running), timeout_s),  # pyright: ignore[reportArgumentType]
+        )
         if not ready:
             process = next(iter(running))
             raise SimulatorDied(process.tenant, process.index, None, f"no episode within {timeout_s:.0f} s")

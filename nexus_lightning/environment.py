@@ -6,13 +6,13 @@ import copy
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
 from tensordict import NonTensorStack, TensorDict, TensorDictBase
 from torch import Tensor
-from torchrl.data import Binary, Composite, NonTensor, Unbounded
+from torchrl.data import Binary, Composite, NonTensor, TensorSpec, Unbounded
 from torchrl.envs import EnvBase
 
 from nexus_lightning.schema import Normalizer, TenantSchema
@@ -137,7 +137,7 @@ class SimulatorEnv(EnvBase):
             raise ValueError(f"tenant {tenant!r}: simulator has no _target_: name the class, got {dict(simulator)}")
         if num_envs < 1:
             raise ValueError(f"tenant {tenant!r}: num_envs={num_envs}: must be at least 1")
-        super().__init__(batch_size=[num_envs])
+        super().__init__(batch_size=(num_envs,))
         self.simulator = _plain(simulator)
         self.schema = schema
         self.normalizer = copy.deepcopy(normalizer).cpu()
@@ -193,7 +193,8 @@ class SimulatorEnv(EnvBase):
 
     def close(self, *, raise_if_closed: bool = True) -> None:
         """Ends every simulator; a later reset starts new ones."""
-        workers, self._workers = self._workers, [None] * self.num_envs
+        workers = self._workers
+        self._workers = [None] * self.num_envs
         for worker in workers:
             if worker is not None:
                 worker.close()
@@ -203,29 +204,32 @@ class SimulatorEnv(EnvBase):
 
     def _make_specs(self) -> None:
         schema, n = self.schema, self.num_envs
-        observation = {"state": Unbounded(shape=(n, schema.state_dim), dtype=torch.float32)}
+        column = torch.Size((n, 1))
+        observation: dict[str, TensorSpec] = {
+            "state": Unbounded(shape=torch.Size((n, schema.state_dim)), dtype=torch.float32)
+        }
         if schema.cameras:
-            size = (n, 3, schema.image_size, schema.image_size)
+            size = torch.Size((n, 3, schema.image_size, schema.image_size))
             observation["image"] = Composite(
                 {camera: Unbounded(shape=size, dtype=torch.uint8) for camera in schema.cameras}, shape=(n,)
             )
         self.observation_spec = Composite(
             {
                 "observation": Composite(observation, shape=(n,)),
-                "language_instruction": NonTensor(shape=(n,), example_data="push the cube"),
-                "success": Binary(n=1, shape=(n, 1), dtype=torch.bool),
-                "success_once": Binary(n=1, shape=(n, 1), dtype=torch.bool),
-                "executed": Binary(n=schema.chunk, shape=(n, schema.chunk), dtype=torch.bool),
-                "episode_seed": Unbounded(shape=(n, 1), dtype=torch.int64),
-                "episode_length": Unbounded(shape=(n, 1), dtype=torch.int64),
+                "language_instruction": NonTensor(shape=torch.Size((n,)), example_data="push the cube"),
+                "success": Binary(n=1, shape=column, dtype=torch.bool),
+                "success_once": Binary(n=1, shape=column, dtype=torch.bool),
+                "executed": Binary(n=schema.chunk, shape=torch.Size((n, schema.chunk)), dtype=torch.bool),
+                "episode_seed": Unbounded(shape=column, dtype=torch.int64),
+                "episode_length": Unbounded(shape=column, dtype=torch.int64),
             },
             shape=(n,),
         )
-        action = Unbounded(shape=(n, schema.chunk, schema.action_dim), dtype=torch.float32)
+        action = Unbounded(shape=torch.Size((n, schema.chunk, schema.action_dim)), dtype=torch.float32)
         self.action_spec = Composite({"vla_action": Composite({"chunk": action}, shape=(n,))}, shape=(n,))
-        self.reward_spec = Unbounded(shape=(n, 1), dtype=torch.float32)
+        self.reward_spec = Unbounded(shape=column, dtype=torch.float32)
         self.done_spec = Composite(
-            {key: Binary(n=1, shape=(n, 1), dtype=torch.bool) for key in ("done", "terminated", "truncated")},
+            {key: Binary(n=1, shape=column, dtype=torch.bool) for key in ("done", "terminated", "truncated")},
             shape=(n,),
         )
 
@@ -361,7 +365,7 @@ class SimulatorEnv(EnvBase):
         return TensorDict(
             {
                 "observation": TensorDict(observation, batch_size=[n]),
-                "language_instruction": NonTensorStack(
+                "language_instruction": NonTensorStack(  # pyright: ignore[reportAbstractUsage]
                     *[e.observation["instruction"] if e.observation else known for e in episodes]
                 ),
                 "executed": executed,
@@ -377,7 +381,8 @@ def _plain(config: Mapping[str, Any]) -> dict[str, Any]:
     """A config as plain containers that a spawned process can receive."""
     from omegaconf import OmegaConf
 
-    return OmegaConf.to_container(OmegaConf.create(copy.deepcopy(config)), resolve=True)
+    plain = OmegaConf.to_container(OmegaConf.create(cast(dict[Any, Any], copy.deepcopy(config))), resolve=True)
+    return cast(dict[str, Any], plain)
 
 
 def check_tenant_env(env: SimulatorEnv, seed: int = 0, max_chunks: int = 50) -> None:

@@ -39,7 +39,8 @@ def evaluate(
         record_frames=video is not None,
     )
     try:
-        with TenantInferenceServer(served) as server:
+        server = TenantInferenceServer(served)
+        with server:
             client = server.client(slot.name, sample=False, version=slot.policy_version)
             episodes = evaluate_policy(env, client, seeds, progress=progress)
         assert episodes is not None

@@ -125,7 +125,7 @@ class Runtime:
         config = slot.spec.config
         producers: list[Producer] = []
         env = self._environment(slot)
-        evaluator = None if env is None else self._evaluator(slot, env)
+        evaluator = None if env is None or not config.eval.episodes else self._evaluator(slot, env)
         if config.task == "rl":
             assert env is not None
             producers.append(
@@ -152,7 +152,7 @@ class Runtime:
         status = self.status.tenants[slot.name]
 
         def on_progress(text: str) -> None:
-            status.state = text
+            status.state = text or "running"
 
         producers.append(DemonstrationProducer(slot, reader, self.scheduler, self.queue, self.quarantine, on_progress))
         if evaluator is not None:
@@ -161,7 +161,7 @@ class Runtime:
 
     def _environment(self, slot: TenantSlot) -> SimulatorEnv | None:
         config = slot.spec.config
-        if config.environment is None:
+        if config.environment is None or (config.task != "rl" and not config.eval.episodes):
             return None
         return SimulatorEnv(
             config.environment.simulator,
@@ -197,9 +197,11 @@ class Runtime:
         waiting = []
         for name, evaluator in self.evaluators.items():
             slot = self.slots[name]
-            if slot.quarantined is None:
+            if slot.quarantined is not None:
+                continue
+            if evaluator.requested_with_video != slot.policy_version:
                 evaluator.request(video=True)
-                waiting.append(evaluator)
+            waiting.append(evaluator)
         while any(not evaluator.wait_idle(timeout_s=0.5) for evaluator in waiting):
             self.tick()
             if self.interrupted:
@@ -297,12 +299,14 @@ class Runtime:
         if job.behavior_policy_version is not None:
             staleness["staleness"] = float(slot.policy_version - 1 - job.behavior_policy_version)
         self.log(slot.name, "train", {**metrics, **staleness})
-        every = slot.spec.config.eval.every_n_jobs
         evaluator = self.evaluators.get(slot.name)
-        if every is not None and evaluator is not None and slot.jobs_completed % every == 0:
-            target = slot.spec.config.target_jobs
-            if target is None or slot.jobs_completed < target:  # the last version is evaluated by finish()
-                evaluator.request(slot.policy_version)
+        if evaluator is None:
+            return
+        every = slot.spec.config.eval.every_n_jobs
+        if not self.scheduler.wants_more(slot.name):  # its target is met: the last version, while others still train
+            evaluator.request(slot.policy_version, video=True)
+        elif every is not None and slot.jobs_completed % every == 0:
+            evaluator.request(slot.policy_version)
 
     def quarantine(self, tenant: str, reason: str, details: str) -> None:
         """Take one tenant out of the run: fail its jobs, stop its producers, keep its last saved payload."""

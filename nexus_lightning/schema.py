@@ -165,6 +165,11 @@ class Normalizer(nn.Module):
     Statistics are of the *internal* action convention (after :meth:`TenantSchema.to_internal`).
     """
 
+    state_offset: Tensor
+    state_scale: Tensor
+    action_offset: Tensor
+    action_scale: Tensor
+
     def __init__(
         self,
         schema: TenantSchema,

@@ -22,7 +22,7 @@ import time
 import traceback
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 
@@ -295,7 +295,7 @@ class SimulatorProcess:
         self._process.join()
         self._pipe.close()
 
-    def _died(self, reason: str, exit_code: int | str | None = "of the process") -> SimulatorDied:
+    def _died(self, reason: str, exit_code: int | Literal["of the process"] | None = "of the process") -> SimulatorDied:
         self._process.join(CLOSE_TIMEOUT_S)
         self._kill()
         if exit_code == "of the process":

@@ -13,7 +13,12 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-FAST = ["backbone._target_=fakes.FakeBackbone", "~backbone.pretrained", "~backbone.blind", "~backbone.cached_instructions"]
+FAST = [
+    "backbone._target_=fakes.FakeBackbone",
+    "~backbone.pretrained",
+    "~backbone.blind",
+    "~backbone.cached_instructions",
+]
 
 
 def run(*arguments: str, timeout: float = 400, **kwargs) -> subprocess.CompletedProcess:
@@ -86,7 +91,12 @@ def test_a_signal_saves_and_the_run_goes_on_afterwards(tmp_path, number):
 
 def test_evaluate_and_export_work_from_a_payload_alone(tmp_path):
     done = run(
-        "train.py", "+tenants=[toy]", "tenants.toy.target_jobs=2", "tenants.toy.eval.episodes=5", *FAST, *folders(tmp_path)
+        "train.py",
+        "+tenants=[toy]",
+        "tenants.toy.target_jobs=2",
+        "tenants.toy.eval.episodes=5",
+        *FAST,
+        *folders(tmp_path),
     )
     assert done.returncode == 0, done.stderr
     payload = tmp_path / "outputs" / "latest" / "tenants" / "toy"
@@ -96,12 +106,12 @@ def test_evaluate_and_export_work_from_a_payload_alone(tmp_path):
     results = []
     for source, num_envs in ((payload, 1), (tmp_path / "exported" / "toy", 3)):
         out = tmp_path / f"eval{num_envs}.json"
-        result = run(
-            "scripts/evaluate.py", f"payload={source}", "episodes=5", f"num_envs={num_envs}", f"json={out}"
-        )
+        result = run("scripts/evaluate.py", f"payload={source}", "episodes=5", f"num_envs={num_envs}", f"json={out}")
         assert result.returncode == 0, result.stderr
         results.append(json.loads(out.read_text()))
-    assert results[0]["successes"] == results[1]["successes"], "each seed counts once, whatever the number of simulators"
+    assert results[0]["successes"] == results[1]["successes"], (
+        "each seed counts once, whatever the number of simulators"
+    )
     assert results[0]["seeds"] == [0, 1, 2, 3, 4] and results[0]["success_rate"] == inside["success_rate"]
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
+from typing import cast
 
 import torch
 from tensordict import TensorDict
@@ -39,7 +40,7 @@ def reduce_chunk(values: Tensor, executed: Tensor, reduction: str) -> Tensor:
 class ChunkGaussian(Distribution):
     """Diagonal Gaussian over a chunk ``[*B, T, A]`` whose unexecuted steps count for nothing."""
 
-    arg_constraints = {}
+    arg_constraints = {}  # pyright: ignore[reportAssignmentType]
     has_rsample = True
 
     def __init__(self, loc: Tensor, scale: Tensor, executed: Tensor, reduction: str = "sum") -> None:
@@ -74,7 +75,7 @@ def compute_advantages(rollout: TensorDict, algorithm: AlgorithmConfig) -> Tenso
     Returns:
         Derived columns ``[N, L]``: ``advantage`` (normalised over this job), ``value_target``, ``sample_log_prob``.
     """
-    following = rollout["next"]
+    following = cast(TensorDict, rollout["next"])
     advantage, value_target = generalized_advantage_estimate(
         algorithm.gamma,
         algorithm.gae_lambda,
@@ -120,7 +121,7 @@ class PPOObjective:
         policy.head = head  # registers the head's parameters with the loss
         actor = ProbabilisticActor(
             policy,
-            in_keys={"loc": "loc", "scale": "scale", "executed": EXECUTED},
+            in_keys={"loc": "loc", "scale": "scale", "executed": EXECUTED},  # pyright: ignore[reportArgumentType]
             out_keys=[CHUNK],
             distribution_class=ChunkGaussian,
             distribution_kwargs={"reduction": algorithm.log_prob},

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from tensordict import TensorDict
@@ -67,8 +67,9 @@ def dataset_stats(dataset: Any, schema: TenantSchema) -> tuple[NormalizationStat
 class DemonstrationReader:
     """Turns frame indices of a LeRobotDataset into batches with features.
 
-    With ``cache_features`` every frame is decoded and encoded once, in :meth:`warm_up`, and then served from memory (the
-    backbone is frozen: a feature never goes stale). Otherwise each batch is decoded and its images are encoded again.
+    With ``cache_features`` every frame is decoded and encoded once, in :meth:`warm_up`, and then served from memory
+    (the backbone is frozen: a feature never goes stale). Otherwise each batch is decoded and its images are encoded
+    again.
     """
 
     def __init__(self, dataset: Any, config: DatasetConfig, schema: TenantSchema, backbone: Backbone) -> None:
@@ -98,7 +99,7 @@ class DemonstrationReader:
             if stopping():
                 return False
             batch = self._encode(items)
-            batch["features"] = batch["features"].apply(_compact)
+            batch["features"] = cast(VLAFeature, batch["features"]).apply(_compact)
             parts.append(batch)
             if len(parts) == 1:
                 gigabytes = batch.bytes() / len(items) * len(self) / 1e9
@@ -149,16 +150,16 @@ def _concatenate(parts: list[TensorDict]) -> TensorDict:
     """Concatenate batches whose text segments were padded to different lengths: pad all to the longest."""
     lengths: dict[str, int] = {}
     for part in parts:
-        for name, mask in part["features"].mask.items():
+        for name, mask in cast(VLAFeature, part["features"]).mask.items():
             lengths[name] = max(lengths.get(name, 0), mask.shape[1])
     for part in parts:
-        features: VLAFeature = part["features"]
+        features = cast(VLAFeature, part["features"])
         for name, length in lengths.items():
             missing = length - features.mask[name].shape[1]
             if missing:
                 features.tokens[name] = torch.nn.functional.pad(features.tokens[name], (0, 0, 0, missing))
                 features.mask[name] = torch.nn.functional.pad(features.mask[name], (0, missing))
-    return torch.cat(parts)
+    return torch.cat(parts)  # pyright: ignore[reportArgumentType, reportReturnType]
 
 
 class FrameOrder:

@@ -107,7 +107,8 @@ def save_video(frames: list, path: Path, fps: float) -> None:
     if not frames:
         return
     path.parent.mkdir(parents=True, exist_ok=True)
-    with imageio.get_writer(path, fps=max(1.0, fps), macro_block_size=2) as writer:
+    writer = imageio.get_writer(path, fps=max(1.0, fps), macro_block_size=2)
+    with writer:
         for frame in frames:
             height, width = frame.shape[0] // 2 * 2, frame.shape[1] // 2 * 2
             writer.append_data(frame[:height, :width])
@@ -138,6 +139,7 @@ class Evaluator:
         self._pending: tuple[int, bool] | None = None  # pinned version, with video
         self._running = False
         self._broken = False
+        self.requested_with_video: int | None = None  # newest version asked for with a video
         self.superseded = 0
 
     def request(self, version: int | None = None, video: bool = False) -> None:
@@ -151,6 +153,8 @@ class Evaluator:
                 self.served.unpin(self.tenant, self._pending[0])
                 self.superseded += 1
             self._pending = (pinned, video)
+            if video:
+                self.requested_with_video = pinned
             self._changed.notify_all()
 
     def wait_idle(self, timeout_s: float | None = None) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import cast
 
 import torch
 from tensordict import TensorDict
@@ -127,7 +128,7 @@ class RolloutProducer(Producer):
 
     def _next_values(self, rollout: TensorDict) -> torch.Tensor:
         """Critic of the state after each decision ``[N, L, 1]``: 0 where terminated, asked for where it was cut."""
-        following = rollout["next"]
+        following = cast(TensorDict, rollout["next"])
         values = torch.zeros_like(rollout["state_value"])
         values[:, :-1] = rollout["state_value"][:, 1:]
         terminated, done = following["terminated"].squeeze(-1), following["done"].squeeze(-1)
@@ -141,7 +142,7 @@ class RolloutProducer(Producer):
 
 def to_partition(rollout: TensorDict) -> TensorDict:
     """The columns that training reads, ``[N, L]``: observation, instruction, action, mask, behaviour statistics."""
-    following = rollout["next"]
+    following = cast(TensorDict, rollout["next"])
     return TensorDict(
         {
             "observation": rollout["observation"],
@@ -157,7 +158,7 @@ def to_partition(rollout: TensorDict) -> TensorDict:
 
 def rollout_metrics(rollout: TensorDict) -> dict[str, float]:
     """Mean over the episodes that ended inside this rollout (absent when none did)."""
-    following = rollout["next"]
+    following = cast(TensorDict, rollout["next"])
     done = following["done"].squeeze(-1)
     metrics = {"env_steps": float(following[EXECUTED].sum())}
     if bool(done.any()):
