@@ -138,3 +138,28 @@ def test_bad_arguments_say_what_to_write():
         ManiSkillSimulator("PushCube-v1", obs="rgb", cameras=["left_camera"])
     with pytest.raises(ValueError, match="not in \\[-1, 1\\]"):
         ManiSkillSimulator("PushCube-v1", control_mode="pd_joint_pos")
+
+
+@pytest.mark.sim
+@pytest.mark.parametrize(("control_mode", "dim"), [("pd_ee_delta_pose", 7), ("pd_ee_delta_pos", 4)])
+def test_the_short_way_to_joint_targets_is_maniskills(control_mode, dim, monkeypatch):
+    import envs.maniskill as module
+
+    def build():
+        return module.ManiSkillSimulator("PullCube-v1", control_mode=control_mode)
+
+    short = build()
+    monkeypatch.setattr(module, "_shorten_ee_control", lambda env: None)
+    plain = build()
+    targets = [sim.env.agent.controller.controllers["arm"] for sim in (short, plain)]
+    rng = np.random.default_rng(0)
+    for sim in (short, plain):
+        sim.reset(0)
+    for _ in range(30):
+        action = rng.uniform(-1, 1, dim).astype(np.float32)
+        for sim in (short, plain):
+            sim.step(action)
+        assert torch.allclose(targets[0]._target_qpos, targets[1]._target_qpos, atol=1e-3)
+    assert np.allclose(short.observe()["state"], plain.observe()["state"], atol=1e-2)
+    short.close()
+    plain.close()

@@ -182,7 +182,11 @@ class _KeypointPool(nn.Module):
 
 
 class _MeanPool(nn.Module):
-    """Tokens ``[B, L, D]`` -> a projection ``[B, out_dim]`` of their masked mean."""
+    """Tokens ``[B, L, D]`` -> a projection ``[B, out_dim]`` of their masked mean, scaled to length 1.
+
+    Without the scaling Adam's equal step on each of the D weights moves the output of a constant instruction so far
+    that a PPO update spends its trust region on one shift of all actions.
+    """
 
     def __init__(self, dim: int, out_dim: int) -> None:
         super().__init__()
@@ -191,4 +195,4 @@ class _MeanPool(nn.Module):
     def forward(self, tokens_BLD: Tensor, mask_BL: Tensor) -> Tensor:
         weight_BL1 = mask_BL.unsqueeze(-1).to(self.project.weight.dtype)
         mean_BD = (tokens_BLD * weight_BL1).sum(1) / weight_BL1.sum(1).clamp(min=1)
-        return self.project(mean_BD)
+        return self.project(F.normalize(mean_BD, dim=-1))
