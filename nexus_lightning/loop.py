@@ -8,12 +8,11 @@ so a job is leased right before it trains.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 from lightning.pytorch.loops.fit_loop import _FitLoop
-from lightning.pytorch.loops.progress import _BaseProgress
 from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
 from tensordict import TensorDict
 
@@ -59,30 +58,19 @@ class LeaseStream:
                 runtime.actor_versions(), timeout_s=IDLE_TICK_S, deadline_s=runtime.lease_deadline_s
             )
             runtime.tick()
-            if job is not None:
-                return runtime.read(job)
+            lease = None if job is None else runtime.read(job)
+            if lease is not None:
+                return lease
         raise StopIteration
 
 
-@dataclass
-class TenantProgress(_BaseProgress):
-    """Saved and restored with the loop by Lightning."""
-
-    jobs: dict[str, int] = field(default_factory=dict)
-
-    @property
-    def total(self) -> int:
-        return sum(self.jobs.values())
-
-
 class MultiTenantFitLoop(_FitLoop):
-    """Adds to Lightning's loop: per-tenant job counts, and "done" when the runtime has nothing more to train."""
+    """Lightning's loop, done as soon as the runtime has nothing more to train."""
 
     def __init__(self, trainer: Any, runtime: Runtime) -> None:
         super().__init__(trainer, min_epochs=0, max_epochs=-1)
         self.epoch_loop = _TrainingEpochLoop(trainer)
         self.runtime = runtime
-        self.tenant_progress = TenantProgress()
 
     @property
     def done(self) -> bool:

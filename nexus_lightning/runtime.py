@@ -271,13 +271,18 @@ class Runtime:
     def actor_versions(self) -> dict[str, int]:
         return {name: slot.policy_version for name, slot in self.slots.items() if slot.quarantined is None}
 
-    def read(self, job: Job) -> Lease:
-        """The columns of a leased job that its objective reads (views, no copy)."""
+    def read(self, job: Job) -> Lease | None:
+        """The columns of a leased job that its objective reads (views, no copy); None when it was ended meanwhile."""
         fields = OBJECTIVE_FIELDS[job.task_type]
         self.queue.release(job.partition_id, "train")  # rows that an expired lease had handed out
-        meta = self.queue.get_meta(fields, None, job.partition_id, "train")
-        assert meta is not None, f"job {job.job_id} was ready without its columns"
-        return Lease(job, meta, self.queue.get_data(meta))
+        try:
+            meta = self.queue.get_meta(fields, None, job.partition_id, "train")
+            assert meta is not None, f"job {job.job_id} was ready without its columns"
+            return Lease(job, meta, self.queue.get_data(meta))
+        except ValueError:
+            if self.scheduler.get(job.job_id).state.terminal:  # a producer's failure has just cleared the partition
+                return None
+            raise
 
     def publish(self, slot: TenantSlot) -> None:
         """Hand the tenant's head to the inference queue under its policy version (digest compared there)."""
@@ -289,7 +294,8 @@ class Runtime:
         try:
             self.queue.ack(lease.meta)
             self.scheduler.complete(job.job_id, lease_id=job.lease_id, policy_version=slot.policy_version)
-        except LeaseLost as error:
+        except (LeaseLost, ValueError) as error:
+            # a tenant that was quarantined while its job trained has lost job and partition already
             self.quarantine(slot.name, str(error), "")
             return
         self.job_index += 1

@@ -8,7 +8,6 @@ import lightning as L
 import pytest
 import torch
 from lightning.pytorch.loops.fit_loop import _FitLoop
-from lightning.pytorch.loops.progress import _BaseProgress
 from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
 from torchrl.collectors import Collector
 from torchrl.modules.inference_server import InferenceServer, ThreadingTransport
@@ -24,16 +23,6 @@ def test_the_fit_loop_still_decides_by_done_and_owns_an_epoch_loop():
     loop.epoch_loop = _TrainingEpochLoop(trainer)
     trainer.fit_loop = loop
     assert trainer.fit_loop is loop
-
-
-def test_a_progress_of_the_loop_is_saved_with_it():
-    from nexus_lightning.loop import TenantProgress
-
-    assert issubclass(TenantProgress, _BaseProgress)
-    progress = TenantProgress(jobs={"a": 3})
-    other = TenantProgress()
-    other.load_state_dict(progress.state_dict())
-    assert other.jobs == {"a": 3} and other.total == 3
 
 
 def test_an_int_limit_turns_the_look_ahead_off():

@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
+import os
+import signal
+import threading
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -76,6 +81,31 @@ def test_alone_equals_beside_a_tenant_whose_loss_is_nan(toy):
     assert a["tenants"]["toy_sft"]["quarantined"] is None and a["tenants"]["toy_sft"]["jobs_completed"] == 6
     assert state_of(a["run_dir"], "toy_sft") == state_of(b["run_dir"], "toy_sft")
     assert "NonFiniteLoss" in (Path(a["run_dir"]) / "errors" / "broken.txt").read_text()
+
+
+def test_a_killed_simulator_takes_out_its_tenant_alone(toy):
+    """E2: the run goes on without the tenant, which says what happened; no bare EOFError."""
+    config = toy("+tenants=[toy_sft]", "+tenant@tenants.doomed=toy")
+    doomed = config.tenants["doomed"]
+    doomed.environment.inline, doomed.environment.num_envs, doomed.target_jobs = False, 1, 100_000
+
+    def kill():
+        deadline = time.monotonic() + 120
+        while time.monotonic() < deadline:
+            for process in multiprocessing.active_children():
+                if process.name.startswith("simulator-doomed"):
+                    time.sleep(1)
+                    os.kill(process.pid, signal.SIGKILL)
+                    return
+            time.sleep(0.1)
+
+    killer = threading.Thread(target=kill)
+    killer.start()
+    summary = train(config)
+    killer.join()
+    reason = summary["tenants"]["doomed"]["quarantined"]
+    assert reason.startswith("SimulatorDied") and "doomed" in reason, reason
+    assert summary["tenants"]["toy_sft"]["jobs_completed"] == 6 and summary["tenants"]["toy_sft"]["eval"]["n"] == 4
 
 
 @pytest.mark.parametrize("tenant", ["toy_sft", "toy"])
