@@ -7,7 +7,7 @@ export MUJOCO_GL ?= osmesa
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train test lint doctor lock clean
+.PHONY: help setup train test learning lint doctor lock clean
 
 help:  ## this list
 	@sed -n 's/^\([a-z]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 10
@@ -18,8 +18,11 @@ setup:  ## Python 3.12, .venv, requirements.lock and system packages; does nothi
 train: setup  ## the quickstart run (TENANTS=libero,maniskill; more overrides in ARGS="...")
 	$(PYTHON) train.py '+tenants=[$(TENANTS)]' $(ARGS)
 
-test: setup lint  ## lint, types, doctests and every test (ARGS="-m 'not sim'" for less)
-	$(PYTHON) -m pytest --doctest-modules nexus_lightning tests $(ARGS)
+test: setup lint  ## lint, types, doctests and the tests (ARGS="-m 'not sim and not slow'" for less)
+	$(PYTHON) -m pytest --doctest-modules nexus_lightning tests -m "not slow" $(ARGS)
+
+learning: setup  ## the slow learning tests: many minutes
+	$(PYTHON) -m pytest tests -m slow $(ARGS)
 
 lint: setup  ## ruff and pyright
 	.venv/bin/ruff check .

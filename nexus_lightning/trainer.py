@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -74,12 +75,11 @@ class _RuntimeLifecycle(Callback):
 
     def __init__(self, runtime: Runtime, checkpoint: TenantCheckpoint) -> None:
         self.runtime, self.checkpoint = runtime, checkpoint
-
-    def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        # Lightning has installed its own SIGTERM handler by now, which would exit without saving.
-        self._put_back = self.runtime.install_signal_handlers()
+        self._put_back: Callable[[], None] = lambda: None
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        # Lightning has installed its own SIGTERM handler by now, which would exit without saving.
+        self._put_back = self.runtime.install_signal_handlers()
         self.checkpoint.saved_at = self.runtime.job_index
         self.runtime.start()
 
