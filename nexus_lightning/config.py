@@ -411,7 +411,7 @@ def _sft_problems(key: str, tenant: TenantConfig, schema: TenantSchema, config: 
     problems = []
     dataset = tenant.dataset
     if importlib.util.find_spec("lerobot") is None:
-        problems.append(f"{key}.dataset: package lerobot is missing; pip install 'nexus-lightning[lerobot]'")
+        problems.append(f"{key}.dataset: package lerobot is missing; pip install 'lerobot[dataset]>=0.6.1,<0.7'")
     if tenant.algorithm is not None:
         problems.append(f"{key}.algorithm: task sft has none; remove it or set {key}.task=rl")
     for name in ("batch_size", "batches_per_job"):

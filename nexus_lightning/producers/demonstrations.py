@@ -33,7 +33,7 @@ def open_dataset(config: DatasetConfig, schema: TenantSchema, root: Path | None)
     try:
         from lerobot.datasets.lerobot_dataset import LeRobotDataset, LeRobotDatasetMetadata
     except ImportError as error:
-        raise ImportError("SFT needs lerobot: pip install 'nexus-lightning[lerobot]'") from error
+        raise ImportError("SFT needs lerobot: pip install 'lerobot[dataset]>=0.6.1,<0.7'") from error
     meta = LeRobotDatasetMetadata(config.repo_id, root=root)
     if abs(meta.fps - schema.control_hz) > 1e-6:
         raise ValueError(f"dataset {config.repo_id}: fps {meta.fps} differs from schema.control_hz={schema.control_hz}")
