@@ -129,6 +129,10 @@ class InitFromConfig:
     path: str | None = None  # payload or tenant folder; null: <data_dir>/payloads/... (needs recipe)
     recipe: Any = None
 
+    @property
+    def given(self) -> bool:
+        return self.path is not None or self.recipe is not None
+
 
 @dataclass
 class TenantConfig:
@@ -139,7 +143,7 @@ class TenantConfig:
     environment: EnvironmentConfig | None = None
     algorithm: AlgorithmConfig | None = None
     eval: EvalConfig = field(default_factory=EvalConfig)
-    init_from: InitFromConfig | None = None
+    init_from: InitFromConfig = field(default_factory=InitFromConfig)
     target_jobs: int | None = None  # the tenant is done after this many completed jobs
     priority: int = 0  # higher is leased first
     weight: float = 1.0  # fair share between tenants of one priority
@@ -348,7 +352,7 @@ def _tenant_problems(key: str, name: str, tenant: TenantConfig, config: NexusCon
         problems.append(f"{key}.eval.num_envs={tenant.eval.num_envs}: must be at least 1")
     if tenant.eval.every_n_jobs is not None and tenant.eval.every_n_jobs < 1:
         problems.append(f"{key}.eval.every_n_jobs={tenant.eval.every_n_jobs}: must be at least 1, or null")
-    if tenant.init_from is not None:
+    if tenant.init_from.given:
         problems += _init_problems(key, tenant, config)
     return problems
 
@@ -480,11 +484,8 @@ def _rl_problems(key: str, tenant: TenantConfig) -> list[str]:
 
 def _init_problems(key: str, tenant: TenantConfig, config: NexusConfig) -> list[str]:
     init = tenant.init_from
-    assert init is not None
     if init.recipe is None:
-        if init.path is None:
-            return [f"{key}.init_from: give path (a payload folder), recipe (a tenant to train first), or both"]
-        if not Path(init.path).is_dir():
+        if init.path is not None and not Path(init.path).is_dir():
             return [f"{key}.init_from.path={init.path}: no such payload folder"]
         return []
     recipe = tenant_from_dict(init.recipe, f"{key}.init_from.recipe")

@@ -116,7 +116,7 @@ class SimulatorEnv(EnvBase):
         >>> from nexus_lightning.schema import Normalizer, TenantSchema
         >>> schema = TenantSchema(state_dim=4, action_dim=2, chunk=3, execute=3, gripper="none")
         >>> env = SimulatorEnv({"_target_": "somewhere.Sim"}, schema, Normalizer(schema), num_envs=2)  # starts nothing
-        >>> env.action_spec.shape
+        >>> env.full_action_spec["vla_action", "chunk"].shape
         torch.Size([2, 3, 2])
     """
 

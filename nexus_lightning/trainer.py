@@ -264,7 +264,7 @@ def starting_payloads(config: NexusConfig, backbone: Backbone) -> dict[str, Path
     """Payload folder of every tenant with ``init_from``; trained first from its recipe when it does not exist."""
     payloads = {}
     for name, tenant in config.tenants.items():
-        if tenant.init_from is None:
+        if not tenant.init_from.given:
             continue
         path = None if tenant.init_from.path is None else Path(tenant.init_from.path)
         if tenant.init_from.recipe is not None:
@@ -278,7 +278,6 @@ def prepare_payload(
     name: str, tenant: TenantConfig, path: Path | None, config: NexusConfig, backbone: Backbone
 ) -> Path:
     """Run the recipe (an SFT tenant) once and keep its run folder; later runs reuse the payload."""
-    assert tenant.init_from is not None
     recipe = tenant_from_dict(tenant.init_from.recipe, f"tenants.{name}.init_from.recipe")
     recipe_name = "start"
     if path is None:

@@ -168,7 +168,7 @@ def test_demonstration_frames_pass_the_backbone_once(toy, toy_data):
 
 def test_a_start_from_another_schema_or_backbone_is_refused(toy):
     run = train(toy("+tenants=[toy_sft]"))
-    config = toy("+tenants=[toy]", f"+tenants.toy.init_from={{path: {run['run_dir']}/tenants/toy_sft}}")
+    config = toy("+tenants=[toy]", f"tenants.toy.init_from.path={run['run_dir']}/tenants/toy_sft")
     with pytest.raises(ValueError, match=r"tenants\.toy\.init_from.*another schema.*state_normalization"):
         train(config)
     config.tenants["toy"].schema.state_normalization = "mean_std"
