@@ -216,7 +216,7 @@ def resolve_run(config: NexusConfig) -> tuple[Path, Path | None]:
         while run_dir.exists():
             copy += 1
             run_dir = output / f"{name}_{copy}"
-        return run_dir, None
+        return run_dir.resolve(), None
     given = output / "latest" if config.ckpt_path == "last" else Path(config.ckpt_path)
     checkpoint = given if given.suffix == ".ckpt" else given / LAST_CHECKPOINT
     if not checkpoint.is_file():

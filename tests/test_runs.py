@@ -8,7 +8,7 @@ import os
 import signal
 import threading
 import time
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -130,6 +130,20 @@ def test_ckpt_path_last_is_the_newest_run(toy):
     first = train(toy("+tenants=[toy_sft]", "trainer.max_jobs=2"))
     again = toy("+tenants=[toy_sft]", "ckpt_path=last")
     assert train(again)["run_dir"] == first["run_dir"]
+
+
+def test_relative_folders_work(toy, tmp_path, monkeypatch):
+    """The defaults are `outputs` and `data` in the working directory."""
+    monkeypatch.chdir(tmp_path)
+    config = toy("+tenants=[toy_sft]", "trainer.checkpoint_every_n_jobs=2", "output_dir=outputs")
+    config.data_dir = "data"
+    recipe = toy("+tenants=[toy_sft]").tenants["toy_sft"]
+    config.tenants["toy_sft"].init_from.recipe = asdict(recipe)
+    first = train(config)
+    assert (tmp_path / "outputs" / "latest").resolve() == Path(first["run_dir"])
+    assert list((tmp_path / "data" / "payloads").glob("*/tenants/start/latest"))
+    config.ckpt_path, config.tenants["toy_sft"].target_jobs = "last", 8
+    assert train(config)["tenants"]["toy_sft"]["jobs_completed"] == 8
 
 
 def test_the_checkpoint_holds_no_weights_and_no_backbone(toy):
