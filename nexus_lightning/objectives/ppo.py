@@ -126,7 +126,6 @@ class PPOObjective:
             distribution_class=ChunkGaussian,
             distribution_kwargs={"reduction": algorithm.log_prob},
         )
-        self.actor = actor
         self.head = head
         critic = TensorDictModule(head.value, in_keys=["features", "state"], out_keys=["state_value"])
         self.loss_module = ClipPPOLoss(
