@@ -39,7 +39,7 @@ IMAGES_PER_PASS = 16
 
 
 class EffNetMiniLM(Backbone):
-    """EfficientNet-Lite0 + MiniLM, about 23 M frozen parameters. Feature kind ``tokens``.
+    """EfficientNet-Lite0 + MiniLM, about 23 M frozen parameters. Feature kinds ``tokens`` and ``pooled``.
 
     Segments: ``image_<camera>`` (dim 152, grid ``(image_size // 8, image_size // 8)``) for every camera in the schema's
     order, then ``text`` (dim 384, padded to the longest instruction of the batch, mask False on padding).
@@ -80,23 +80,31 @@ class EffNetMiniLM(Backbone):
         self.register_load_state_dict_post_hook(lambda module, _: module.clear_text_cache())
         self.freeze()
 
-    def feature_spec(self, schema: TenantSchema) -> FeatureSpec:
+    kinds = ("tokens", "pooled")
+
+    def feature_spec(self, schema: TenantSchema, kind: str = "tokens") -> FeatureSpec:
         """See the class docstring.
 
         Raises:
-            ValueError: there are cameras and ``image_size`` is not a multiple of 16 (the coarse map needs whole cells).
+            ValueError: an unknown kind, or there are cameras and ``image_size`` is not a multiple of 16 (the coarse map
+                needs whole cells).
         """
         if schema.cameras and schema.image_size % 16:
             raise ValueError(f"image_size={schema.image_size}: effnet_minilm needs a multiple of 16, for example 128")
+        if kind not in self.kinds:
+            raise ValueError(f"kind={kind!r}: effnet_minilm gives {', '.join(self.kinds)}")
         side = schema.image_size // 8
         images = [FeatureSegment(f"image_{camera}", IMAGE_DIM, (side, side)) for camera in schema.cameras]
-        return FeatureSpec(
-            kind="tokens",
-            segments=(*images, FeatureSegment("text", TEXT_DIM)),
-            pooled_dim=IMAGE_DIM * len(images) + TEXT_DIM,
-        )
+        pooled_dim = IMAGE_DIM * len(images) + TEXT_DIM
+        return FeatureSpec(kind, (*images, FeatureSegment("text", TEXT_DIM)) if kind == "tokens" else (), pooled_dim)
 
-    def preprocess(self, observation: TensorDict, instructions: Sequence[str], schema: TenantSchema) -> TensorDict:
+    def preprocess(
+        self,
+        observation: TensorDict,
+        instructions: Sequence[str],
+        schema: TenantSchema,
+        kinds: Sequence[str] = ("tokens",),
+    ) -> TensorDict:
         """Checks the images and tokenises; see :meth:`Backbone.preprocess`.
 
         Returns:
@@ -106,12 +114,13 @@ class EffNetMiniLM(Backbone):
         Raises:
             ValueError: wrong cameras or sizes, a wrong number of instructions, or one that is too long.
         """
+        del kinds  # one pass gives both
         check_observation(observation, schema)
         self.feature_spec(schema)
         batch = len(instructions)
         if observation.batch_size and observation.batch_size[0] != batch:
             raise ValueError(f"{observation.batch_size[0]} observations but {batch} instructions")
-        rows = {text: self._tokenize(text) for text in set(instructions)}
+        rows = {text: self._tokenize(schema.instruct(text)) for text in set(instructions)}
         ids = nn.utils.rnn.pad_sequence([rows[text] for text in instructions], batch_first=True)
         lengths = torch.tensor([len(rows[text]) for text in instructions])
         mask = torch.arange(ids.shape[1]) < lengths[:, None]
@@ -123,8 +132,9 @@ class EffNetMiniLM(Backbone):
     # inference_mode(False): the feature may later be an input of training, which refuses inference-mode tensors.
     @torch.inference_mode(False)
     @torch.no_grad()
-    def encode(self, inputs: TensorDict) -> VLAFeature:
+    def encode(self, inputs: TensorDict, kinds: Sequence[str] = ("tokens",)) -> VLAFeature:
         """See :meth:`Backbone.encode` and the class docstring."""
+        del kinds
         images = inputs.get("image", None)
         cameras = list(images.keys()) if images is not None else []
         tokens = {f"image_{camera}": self._encode_image(images[camera]) for camera in cameras}

@@ -1,172 +1,127 @@
-"""A random-weight vision-language model of 1-2 M parameters. For plumbing tests only: its features mean nothing.
+"""Checkpoint folders of 1-3 M random parameters for the real VLM architectures, built in code (no hub, no downloads).
 
-The architecture is a real Hugging Face one (Qwen3-VL, arXiv 2511.21631), built from a config with a byte-level
-tokenizer and a processor made in code, so the path of large VLMs is exercised offline: image placeholders, multimodal
-rotary positions, padding on either side.
+**For plumbing tests only: their features mean nothing.** A folder holds what a published checkpoint holds (config,
+safetensors, byte-level tokenizer, processor), so ``from_pretrained`` and everything behind it is the real path.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Literal
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
 
 import torch
-from tensordict import TensorDict
-
-from nexus_lightning.backbone import Backbone, FeatureSegment, FeatureSpec, VLAFeature, check_observation
-from nexus_lightning.schema import TenantSchema
 
 INSTALL = "pip install 'nexus-lightning[backbone]'"
-PATCH, MERGE = 16, 2
-HIDDEN = 128
-IMAGE_PROMPT = "<|vision_start|><|image_pad|><|vision_end|>"
-SPECIAL_TOKENS = [
-    "<|endoftext|>",
-    "<|im_start|>",
-    "<|im_end|>",
-    "<|vision_start|>",
-    "<|vision_end|>",
-    "<|image_pad|>",
-    "<|video_pad|>",
-]
+#: One line for the start banner of a run.
+BANNER = "random weights, for plumbing tests only; nothing can be learnt from its features"
+HIDDEN, LAYERS, HEADS, KV_HEADS = 128, 4, 4, 2
+HEAD_DIM = HIDDEN // HEADS
+TEXT = {
+    "hidden_size": HIDDEN,
+    "intermediate_size": 3 * HIDDEN,
+    "num_hidden_layers": LAYERS,
+    "num_attention_heads": HEADS,
+    "num_key_value_heads": KV_HEADS,
+    "head_dim": HEAD_DIM,
+}
+#: One half of each head's rotary pairs goes to time, the other to height and width.
+MROPE_SECTION = [HEAD_DIM // 4, HEAD_DIM // 8, HEAD_DIM // 8]
+CHAT_TEMPLATE = (
+    "{{% for message in messages %}}{start}{{{{ message['role'] }}}}\n"
+    "{{% for part in message['content'] %}}"
+    "{{% if part['type'] == 'image' %}}{image}{{% else %}}{{{{ part['text'] }}}}{{% endif %}}"
+    "{{% endfor %}}{end}\n{{% endfor %}}"
+    "{{% if add_generation_prompt %}}{start}assistant\n{{% endif %}}"
+)
 
 
-class TinyVLM(Backbone):
-    """Random Qwen3-VL. **Plumbing tests only**; :attr:`banner` says so in the start banner. Feature kind ``tokens``.
-
-    One segment ``sequence``: the last hidden state ``[B, L, 128]`` of images then text, no grid, mask False on padding.
-    ``pooled``: its masked mean, ``[B, 128]``.
+def build_checkpoint(architecture: str, folder: str | Path, seed: int = 0) -> None:
+    """Write a tiny checkpoint of ``architecture`` into ``folder``. Weights follow ``seed``; global RNG is untouched.
 
     Args:
-        seed: of the random weights; the global generator is left alone.
-        padding_side: where shorter prompts of a batch are padded; a sample's feature is the same either way.
-        max_text_tokens: longest instruction in bytes (the tokenizer has one token per byte).
+        architecture: ``model_type`` of its config: ``qwen3_vl``, ``qwen2_5_vl``, ``smolvlm`` or ``paligemma``.
+        folder: where to; made when missing.
+        seed: of the random weights.
 
     Raises:
+        ValueError: an unknown architecture.
         ImportError: transformers is missing; the message has the install line.
     """
+    config, processor = _parts(architecture)
+    from transformers import AutoModelForImageTextToText
 
-    #: One line for the start banner of a run.
-    banner = "tiny: random weights, for plumbing tests only; nothing can be learnt from its features"
-
-    def __init__(
-        self, seed: int = 0, padding_side: Literal["left", "right"] = "right", max_text_tokens: int = 256
-    ) -> None:
-        super().__init__()
-        if padding_side not in ("left", "right"):
-            raise ValueError(f"padding_side={padding_side!r}: choose left or right")
-        self.max_text_tokens = max_text_tokens
-        self.config = {"name": "tiny", "seed": seed, "patch": PATCH, "merge": MERGE}
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(seed)
-            self.vlm, self._processor = _build(padding_side)
-        self.freeze()
-
-    def feature_spec(self, schema: TenantSchema) -> FeatureSpec:
-        """See the class docstring.
-
-        Raises:
-            ValueError: there are cameras and ``image_size`` is not a multiple of 32 (patch 16, merged 2 x 2).
-        """
-        if schema.cameras and schema.image_size % (PATCH * MERGE):
-            raise ValueError(
-                f"image_size={schema.image_size}: tiny needs a multiple of {PATCH * MERGE}, for example 128"
-            )
-        return FeatureSpec(kind="tokens", segments=(FeatureSegment("sequence", HIDDEN),), pooled_dim=HIDDEN)
-
-    def preprocess(self, observation: TensorDict, instructions: Sequence[str], schema: TenantSchema) -> TensorDict:
-        """Prompts, tokens and patches; see :meth:`Backbone.preprocess`.
-
-        Returns:
-            TensorDict ``[B]``: ``input_ids``, ``attention_mask``, ``mm_token_type_ids`` int64 ``[B, L]``; with cameras
-            also ``pixel_values`` float ``[B, patches, 1536]`` and ``image_grid_thw`` int64 ``[B, cameras, 3]``.
-
-        Raises:
-            ValueError: wrong cameras or sizes, a wrong number of instructions, or one that is too long.
-        """
-        check_observation(observation, schema)
-        self.feature_spec(schema)
-        batch = len(instructions)
-        if observation.batch_size and observation.batch_size[0] != batch:
-            raise ValueError(f"{observation.batch_size[0]} observations but {batch} instructions")
-        for text in instructions:
-            if len(text.encode()) > self.max_text_tokens:
-                raise ValueError(
-                    f"instruction of {len(text.encode())} tokens exceeds tiny's limit of {self.max_text_tokens}; "
-                    f"shorten it: {text[:60]!r}..."
-                )
-        images = [[observation["image", camera][row].cpu() for camera in schema.cameras] for row in range(batch)]
-        encoded = self._processor(
-            text=[IMAGE_PROMPT * len(schema.cameras) + text + "<|im_end|>" for text in instructions],
-            images=images if schema.cameras else None,
-            return_tensors="pt",
-            padding=True,
-            return_mm_token_type_ids=True,
-        )
-        inputs = {name: encoded[name].long() for name in ("input_ids", "attention_mask", "mm_token_type_ids")}
-        if schema.cameras:
-            # The processor stacks the patches of all images; every row has equally many.
-            inputs["pixel_values"] = encoded["pixel_values"].unflatten(0, (batch, -1))
-            inputs["image_grid_thw"] = encoded["image_grid_thw"].unflatten(0, (batch, -1))
-        return TensorDict(inputs, batch_size=[batch])
-
-    # inference_mode(False): the feature may later be an input of training, which refuses inference-mode tensors.
-    @torch.inference_mode(False)
-    @torch.no_grad()
-    def encode(self, inputs: TensorDict) -> VLAFeature:
-        """See :meth:`Backbone.encode` and the class docstring."""
-        model_inputs = {name: inputs[name] for name in ("input_ids", "attention_mask", "mm_token_type_ids")}
-        grid = None
-        if "pixel_values" in inputs.keys():
-            grid = inputs["image_grid_thw"].flatten(0, 1)
-            model_inputs |= {"pixel_values": inputs["pixel_values"].flatten(0, 1), "image_grid_thw": grid}
-        # Passing the positions keeps the model from storing them on itself: callers in other threads share it.
-        position_ids, _ = self.vlm.get_rope_index(
-            input_ids=inputs["input_ids"],
-            mm_token_type_ids=inputs["mm_token_type_ids"],
-            image_grid_thw=grid,
-            attention_mask=inputs["attention_mask"],
-        )
-        hidden = self.vlm(**model_inputs, position_ids=position_ids, use_cache=False).last_hidden_state
-        mask = inputs["attention_mask"].bool()
-        hidden = hidden * mask.unsqueeze(-1)
-        pooled = hidden.sum(1) / mask.sum(1, keepdim=True).clamp(min=1)
-        size = inputs.batch_size
-        return VLAFeature(
-            tokens=TensorDict({"sequence": hidden}, batch_size=size),
-            mask=TensorDict({"sequence": mask}, batch_size=size),
-            pooled=pooled,
-            batch_size=size,
-        )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = AutoModelForImageTextToText.from_config(config)
+        # The default std of 0.02 gives attention that is all but uniform: wrong masks and positions would not show.
+        for parameter in model.parameters():
+            if parameter.ndim > 1:
+                torch.nn.init.normal_(parameter, std=parameter[0].numel() ** -0.5)
+    with no_progress_bars():
+        model.save_pretrained(folder)
+        processor.save_pretrained(folder)
 
 
-def _build(padding_side: str):
-    """The model and its processor, from configs alone (no hub, no files)."""
+@contextmanager
+def no_progress_bars() -> Iterator[None]:
+    """Bars help while gigabytes load; for a megabyte they only fill the console."""
+    from transformers.utils import logging
+
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
     try:
-        from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-        from transformers import (
-            PreTrainedTokenizerFast,
-            Qwen2VLImageProcessor,
-            Qwen3VLConfig,
-            Qwen3VLModel,
-            Qwen3VLProcessor,
-            Qwen3VLVideoProcessor,
-        )
+        yield
+    finally:
+        if shown:
+            logging.enable_progress_bar()
+
+
+def tiny_config(architecture: str) -> Any:
+    """The ``transformers`` config of a tiny checkpoint, without writing one."""
+    return _parts(architecture)[0]
+
+
+def _parts(architecture: str) -> tuple[Any, Any]:
+    if architecture not in ARCHITECTURES:
+        raise ValueError(f"architecture={architecture!r}: choose one of {', '.join(ARCHITECTURES)}")
+    try:
+        return ARCHITECTURES[architecture]()
     except ImportError as error:
-        raise ImportError(f"backbone tiny needs transformers: {INSTALL}") from error
-    bytes_only = Tokenizer(models.BPE(unk_token=None))
-    bytes_only.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    bytes_only.decoder = decoders.ByteLevel()
+        raise ImportError(f"a tiny {architecture} needs transformers and num2words: {INSTALL}") from error
+
+
+def _byte_tokenizer(specials: list[str], **options: Any) -> Any:
+    """One token per byte, then the special ones."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    tokenizer = Tokenizer(models.BPE(unk_token=None))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=256 + len(SPECIAL_TOKENS),
-        special_tokens=SPECIAL_TOKENS,
+        vocab_size=256 + len(specials),
+        special_tokens=specials,
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    bytes_only.train_from_iterator([], trainer)
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=bytes_only,
-        padding_side=padding_side,
+    tokenizer.train_from_iterator([], trainer)
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **options)
+
+
+def _qwen_tokenizer() -> tuple[Any, dict[str, int], str]:
+    tokenizer = _byte_tokenizer(
+        [
+            "<|endoftext|>",
+            "<|im_start|>",
+            "<|im_end|>",
+            "<|vision_start|>",
+            "<|vision_end|>",
+            "<|image_pad|>",
+            "<|video_pad|>",
+            "<|fim_pad|>",
+        ],
         pad_token="<|endoftext|>",
         eos_token="<|im_end|>",
         extra_special_tokens={
@@ -177,49 +132,193 @@ def _build(padding_side: str):
         },
     )
     token_id = tokenizer.convert_tokens_to_ids
-    heads = 4
-    third = HIDDEN // heads // 2 // 3
+    ids = {
+        "image_token_id": token_id("<|image_pad|>"),
+        "video_token_id": token_id("<|video_pad|>"),
+        "vision_start_token_id": token_id("<|vision_start|>"),
+        "vision_end_token_id": token_id("<|vision_end|>"),
+    }
+    image = "<|vision_start|><|image_pad|><|vision_end|>"
+    return tokenizer, ids, CHAT_TEMPLATE.format(start="<|im_start|>", end="<|im_end|>", image=image)
+
+
+def _qwen3_vl() -> tuple[Any, Any]:
+    from transformers import Qwen2VLImageProcessor, Qwen3VLConfig, Qwen3VLProcessor, Qwen3VLVideoProcessor
+
+    tokenizer, ids, template = _qwen_tokenizer()
     config = Qwen3VLConfig(
-        image_token_id=token_id("<|image_pad|>"),
-        video_token_id=token_id("<|video_pad|>"),
-        vision_start_token_id=token_id("<|vision_start|>"),
-        vision_end_token_id=token_id("<|vision_end|>"),
+        **ids,
         text_config={
+            **TEXT,
             "vocab_size": len(tokenizer),
-            "hidden_size": HIDDEN,
-            "intermediate_size": 3 * HIDDEN,
-            "num_hidden_layers": 4,
-            "num_attention_heads": heads,
-            "num_key_value_heads": 2,
-            "head_dim": HIDDEN // heads,
-            "rope_scaling": {
+            "pad_token_id": tokenizer.pad_token_id,
+            "rope_parameters": {
                 "rope_type": "default",
-                "mrope_section": [HIDDEN // heads // 2 - 2 * third, third, third],
+                "rope_theta": 1e4,
+                "mrope_section": MROPE_SECTION,
                 "mrope_interleaved": True,
             },
-            "rope_theta": 1e6,
-            "pad_token_id": token_id("<|endoftext|>"),
         },
         vision_config={
             "depth": 3,
             "hidden_size": 128,
             "intermediate_size": 256,
             "num_heads": 2,
-            "patch_size": PATCH,
-            "spatial_merge_size": MERGE,
+            "patch_size": 16,
+            "spatial_merge_size": 2,
             "temporal_patch_size": 2,
             "out_hidden_size": HIDDEN,
             "num_position_embeddings": 256,
             "deepstack_visual_indexes": [0, 2],
         },
     )
-    cell = PATCH * MERGE
-    image_processor = Qwen2VLImageProcessor(
-        patch_size=PATCH,
-        merge_size=MERGE,
+    images = Qwen2VLImageProcessor(
+        patch_size=16,
+        merge_size=2,
         temporal_patch_size=2,
-        size={"shortest_edge": cell * cell, "longest_edge": 1024 * 1024},
+        size={"shortest_edge": 32 * 32, "longest_edge": 1024 * 1024},
     )
-    template = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
-    processor = Qwen3VLProcessor(image_processor, tokenizer, Qwen3VLVideoProcessor(), chat_template=template)
-    return Qwen3VLModel(config), processor
+    return config, Qwen3VLProcessor(images, tokenizer, Qwen3VLVideoProcessor(), chat_template=template)
+
+
+def _qwen2_5_vl() -> tuple[Any, Any]:
+    from transformers import Qwen2_5_VLConfig, Qwen2_5_VLProcessor, Qwen2VLImageProcessor, Qwen2VLVideoProcessor
+
+    tokenizer, ids, template = _qwen_tokenizer()
+    text = {name: value for name, value in TEXT.items() if name != "head_dim"}
+    config = Qwen2_5_VLConfig(
+        **ids,
+        text_config={
+            **text,
+            "vocab_size": len(tokenizer),
+            "pad_token_id": tokenizer.pad_token_id,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": MROPE_SECTION},
+        },
+        vision_config={
+            "depth": 3,
+            "hidden_size": 128,
+            "intermediate_size": 256,
+            "num_heads": 2,
+            "patch_size": 14,
+            "spatial_merge_size": 2,
+            "temporal_patch_size": 2,
+            "window_size": 56,
+            "fullatt_block_indexes": [1],
+            "out_hidden_size": HIDDEN,
+        },
+    )
+    images = Qwen2VLImageProcessor(
+        patch_size=14,
+        merge_size=2,
+        temporal_patch_size=2,
+        size={"shortest_edge": 28 * 28, "longest_edge": 1024 * 1024},
+    )
+    return config, Qwen2_5_VLProcessor(images, tokenizer, Qwen2VLVideoProcessor(), chat_template=template)
+
+
+def _smolvlm() -> tuple[Any, Any]:
+    from transformers import SmolVLMConfig, SmolVLMImageProcessor, SmolVLMProcessor, SmolVLMVideoProcessor
+
+    tokenizer = _byte_tokenizer(
+        [
+            "<|endoftext|>",
+            "<|im_start|>",
+            "<|im_end|>",
+            "<fake_token_around_image>",
+            "<image>",
+            "<global-img>",
+            "<end_of_utterance>",
+            "<empty_output>",
+        ],
+        pad_token="<|im_end|>",
+        eos_token="<end_of_utterance>",
+        bos_token="<|im_start|>",
+        unk_token="<|endoftext|>",
+        extra_special_tokens={
+            "fake_image_token": "<fake_token_around_image>",
+            "image_token": "<image>",
+            "global_image_token": "<global-img>",
+            "end_of_utterance_token": "<end_of_utterance>",
+        },
+    )
+    side = {"longest_edge": 64}
+    config = SmolVLMConfig(
+        image_token_id=tokenizer.convert_tokens_to_ids("<image>"),
+        scale_factor=2,
+        pad_token_id=tokenizer.pad_token_id,
+        text_config={
+            **TEXT,
+            "model_type": "llama",
+            "vocab_size": len(tokenizer),
+            "max_position_embeddings": 2048,
+            "pad_token_id": tokenizer.pad_token_id,
+        },
+        vision_config={
+            "hidden_size": 128,
+            "intermediate_size": 256,
+            "num_hidden_layers": 3,
+            "num_attention_heads": 4,
+            "image_size": 64,
+            "patch_size": 8,
+        },
+    )
+    processor = SmolVLMProcessor(
+        SmolVLMImageProcessor(size=side, max_image_size=side),
+        tokenizer,
+        SmolVLMVideoProcessor(
+            size=side,
+            max_image_size=side,
+            do_sample_frames=False,
+            video_sampling={"fps": 1, "max_frames": 1, "video_size": side},
+        ),
+        image_seq_len=(64 // 8 // 2) ** 2,
+        chat_template=CHAT_TEMPLATE.format(start="<|im_start|>", end="<end_of_utterance>", image="<image>"),
+    )
+    return config, processor
+
+
+def _paligemma() -> tuple[Any, Any]:
+    from transformers import PaliGemmaConfig, PaliGemmaProcessor, SiglipImageProcessor
+
+    tokenizer = _byte_tokenizer(
+        ["<pad>", "<eos>", "<bos>", "<image>"],
+        pad_token="<pad>",
+        eos_token="<eos>",
+        bos_token="<bos>",
+        extra_special_tokens={"image_token": "<image>"},
+    )
+    images = SiglipImageProcessor(size={"height": 64, "width": 64}, image_seq_length=(64 // 16) ** 2)
+    # The processor adds PaliGemma's location and segmentation tokens to the tokenizer.
+    processor = PaliGemmaProcessor(images, tokenizer)
+    config = PaliGemmaConfig(
+        image_token_index=tokenizer.convert_tokens_to_ids("<image>"),
+        projection_dim=HIDDEN,
+        hidden_size=HIDDEN,
+        text_config={
+            **TEXT,
+            "model_type": "gemma",
+            "num_key_value_heads": 1,
+            "vocab_size": len(tokenizer),
+            "pad_token_id": tokenizer.pad_token_id,
+            "max_position_embeddings": 2048,
+        },
+        vision_config={
+            "model_type": "siglip_vision_model",
+            "hidden_size": 128,
+            "intermediate_size": 256,
+            "num_hidden_layers": 3,
+            "num_attention_heads": 4,
+            "image_size": 64,
+            "patch_size": 16,
+            "vision_use_head": False,
+        },
+    )
+    return config, processor
+
+
+ARCHITECTURES: dict[str, Callable[[], tuple[Any, Any]]] = {
+    "qwen3_vl": _qwen3_vl,
+    "qwen2_5_vl": _qwen2_5_vl,
+    "smolvlm": _smolvlm,
+    "paligemma": _paligemma,
+}

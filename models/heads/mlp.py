@@ -1,4 +1,4 @@
-"""A chunked MLP head with learned spatial pooling: regression for SFT, Gaussian policy and critic for RL.
+"""A chunked MLP head: regression for SFT, Gaussian policy and critic for RL.
 
 Shape suffixes: B samples, L tokens, D token width, K keypoints, S state dims, T chunk, A action dims.
 
@@ -7,6 +7,9 @@ Shape suffixes: B samples, L tokens, D token width, K keypoints, S state dims, T
     image tokens [B,L,D] --1x1--> K maps --soft-argmax--> (x, y) and maximum of each --+
     text tokens  [B,L,D] --masked mean--> linear --------------------------------------+--> MLP --> chunk [B,T,A]
     state [B,S] -----------------------------------------------------------------------+
+
+This is kind ``tokens``. Kind ``pooled``: the backbone's pooled vector and the state --> MLP. Kind ``action_tokens``:
+each of the T action tokens, with the state added --> residual MLP --> its A dims (OpenVLA-OFT, arXiv 2502.19645).
 
 A global average over an image loses where things are; keypoints (deep spatial autoencoders, Finn et al. 2016,
 arXiv 1509.06113) keep it and stay cheap on a CPU.
@@ -35,18 +38,19 @@ LOG_STD_RANGE = (-5.0, 0.5)
 
 
 class ChunkMLPHead(ActionHead):
-    """MLP on pooled features and state; see the module docstring.
+    """MLP on features and state; see the module docstring.
 
     The critic (:attr:`value_head`) has its own pooling and MLP, so actor and critic gradients never mix.
 
     Args:
-        feature_spec: of the backbone, kind ``tokens``.
+        feature_spec: of the backbone, kind ``action_tokens``, ``tokens`` or ``pooled``.
         schema: of the tenant.
         hidden_dim: width of the hidden layers of actor and critic.
-        num_layers: hidden layers of each.
+        num_layers: hidden layers of each (residual blocks for ``action_tokens``).
         activation: ``silu`` or ``tanh`` (smoother policies for PPO).
-        num_keypoints: keypoints per image.
-        text_dim: width to which a non-spatial segment is projected (many tenants have one text: keep it small).
+        num_keypoints: keypoints per image (kind ``tokens``).
+        text_dim: width to which a non-spatial segment is projected (kind ``tokens``; many tenants have one text:
+            keep it small).
         use_features: False ignores the features: for tenants whose state says everything.
         loss: ``l1``, ``l2`` or ``smooth_l1``.
         state_noise: standard deviation of Gaussian noise on the normalised state in :meth:`loss`, training mode only.
@@ -56,7 +60,7 @@ class ChunkMLPHead(ActionHead):
         ValueError: an option is none of its choices.
     """
 
-    reads = ("tokens",)
+    reads = ("action_tokens", "tokens", "pooled")
     supports_rl = True
 
     def __init__(
@@ -81,14 +85,17 @@ class ChunkMLPHead(ActionHead):
             raise ValueError(f"log_std_init={log_std_init}: must be within {LOG_STD_RANGE}")
         self.loss_name = loss
         self.state_noise = state_noise
-        segments = feature_spec.segments if use_features else ()
+        spec = feature_spec if use_features else None
 
-        def network(out_dim: int) -> _PooledMLP:
-            return _PooledMLP(
-                segments, schema.state_dim, out_dim, hidden_dim, num_layers, activation, num_keypoints, text_dim
+        def network(out_dim: int) -> PooledMLP:
+            return PooledMLP(
+                spec, schema.state_dim, out_dim, hidden_dim, num_layers, activation, num_keypoints, text_dim
             )
 
-        self.actor = network(schema.chunk * schema.action_dim)
+        if spec is not None and spec.kind == "action_tokens":
+            self.actor = _TokenMLP(spec.segments[0], schema, hidden_dim, num_layers, activation)
+        else:
+            self.actor = network(schema.chunk * schema.action_dim)
         self.log_std = nn.Parameter(torch.full((schema.chunk, schema.action_dim), float(log_std_init)))
         self.value_head = network(1)
 
@@ -127,24 +134,30 @@ class ChunkMLPHead(ActionHead):
         return self.value_head(features, state)
 
     def _chunk(self, features: VLAFeature, state: Tensor) -> Tensor:
-        return self.actor(features, state).unflatten(-1, (self.schema.chunk, self.schema.action_dim))
+        return self.actor(features, state).reshape(len(state), self.schema.chunk, self.schema.action_dim)
 
 
-class _PooledMLP(nn.Module):
-    """Pool every segment, append the state, MLP: ``[B, out_dim]``."""
+class PooledMLP(nn.Module):
+    """One vector per sample from features and state, then an MLP: ``[B, out_dim]``.
+
+    Kind ``tokens``: every segment is pooled (keypoints of a grid, else a masked mean). Any other kind: the backbone's
+    own ``pooled`` vector, normalised (its scale differs from backbone to backbone). ``feature_spec=None``: state only.
+    """
 
     def __init__(
         self,
-        segments: tuple[FeatureSegment, ...],
+        feature_spec: FeatureSpec | None,
         state_dim: int,
         out_dim: int,
-        hidden_dim: int,
-        num_layers: int,
-        activation: str,
-        num_keypoints: int,
-        text_dim: int,
+        hidden_dim: int = 256,
+        num_layers: int = 2,
+        activation: str = "silu",
+        num_keypoints: int = 24,
+        text_dim: int = 16,
     ) -> None:
         super().__init__()
+        self.read_pooled = feature_spec is not None and feature_spec.kind != "tokens"
+        segments = feature_spec.segments if feature_spec is not None and not self.read_pooled else ()
         self.pools = nn.ModuleDict(
             {
                 segment.name: _KeypointPool(segment.dim, segment.grid, num_keypoints)
@@ -154,6 +167,8 @@ class _PooledMLP(nn.Module):
             }
         )
         width = state_dim + sum(3 * num_keypoints if segment.grid else text_dim for segment in segments)
+        if feature_spec is not None and self.read_pooled:
+            width += feature_spec.pooled_dim
         layers: list[nn.Module] = []
         for _ in range(num_layers):
             layers += [nn.Linear(width, hidden_dim), ACTIVATIONS[activation]()]
@@ -162,7 +177,36 @@ class _PooledMLP(nn.Module):
 
     def forward(self, features: VLAFeature, state: Tensor) -> Tensor:
         pooled = [pool(features.tokens[name], features.mask[name]) for name, pool in self.pools.items()]
+        if self.read_pooled:
+            pooled.append(F.layer_norm(features.pooled, features.pooled.shape[-1:]))
         return self.mlp(torch.cat([*pooled, state], dim=-1))
+
+
+class _TokenMLP(nn.Module):
+    """Each action token's state, with the robot's state added, through residual blocks: ``[B, T, A]``.
+
+    The regression head of OpenVLA-OFT (Kim et al. 2025, arXiv 2502.19645): one network for all steps; what differs
+    between them is in the tokens.
+    """
+
+    def __init__(
+        self, segment: FeatureSegment, schema: TenantSchema, hidden_dim: int, num_layers: int, activation: str
+    ) -> None:
+        super().__init__()
+        self.name = segment.name
+        self.embed = nn.Sequential(nn.LayerNorm(segment.dim), nn.Linear(segment.dim, hidden_dim))
+        self.embed_state = nn.Linear(schema.state_dim, hidden_dim)
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.LayerNorm(hidden_dim), nn.Linear(hidden_dim, hidden_dim), ACTIVATIONS[activation]())
+            for _ in range(num_layers)
+        )
+        self.out = nn.Sequential(nn.LayerNorm(hidden_dim), nn.Linear(hidden_dim, schema.action_dim))
+
+    def forward(self, features: VLAFeature, state: Tensor) -> Tensor:
+        x_BTD = self.embed(features.tokens[self.name]) + self.embed_state(state).unsqueeze(1)
+        for block in self.blocks:
+            x_BTD = x_BTD + block(x_BTD)
+        return self.out(x_BTD)
 
 
 class _KeypointPool(nn.Module):

@@ -1,0 +1,162 @@
+"""The shared part of pi0 (Black et al. 2024, arXiv 2410.24164): its frozen PaliGemma prefix.
+
+::
+
+    images --SigLIP, projection--> +
+    bos, instruction, newline ---> + --> Gemma, bidirectional --> keys and values per layer
+
+The state is the first token of the action transformer, outside the prefix, so the prefix is the same for every tenant.
+The class is ``PI0ForConditionalGeneration`` of transformers. It has no pi0.5: neither its config nor its action
+transformer knows adaptive norms or a state written into the prompt.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from tensordict import TensorDict
+
+from models.backbones.policies import DTYPES, INSTALL, checkpoint_folder, flatten_cache
+from nexus_lightning.backbone import Backbone, FeatureSegment, FeatureSpec, VLAFeature, check_observation
+from nexus_lightning.schema import TenantSchema
+
+try:
+    from transformers import AutoProcessor, PI0Config, PI0ForConditionalGeneration
+except ImportError as error:
+    raise ImportError(f"pi0 needs transformers 5.5 or newer: {INSTALL}") from error
+
+
+class Pi0Backbone(Backbone):
+    """The VLM of a pi0 checkpoint. Feature kinds ``kv``, ``tokens`` and ``pooled``.
+
+    ``kv``: segment ``kv`` ``[B, L, layers * 2 * kv_heads * head_dim]`` of images then text, rotary positions applied;
+    its mask is False on text padding, which lies on the right. ``tokens``: segment ``sequence``, the last hidden states
+    of the same L tokens. ``pooled``: their masked mean.
+
+    Images and text go through the checkpoint's own processor. It pads to a fixed length that counts the image tokens
+    too and is shorter than they are, so here a batch is padded to its longest prompt: masked tokens change nothing.
+
+    Args:
+        pretrained: a folder or Hugging Face name with weights and processor, such as ``lerobot/pi0_base``, or ``tiny``.
+        dtype: of the frozen weights, ``fp32`` or ``bf16``.
+
+    Raises:
+        ImportError: transformers is missing or too old; the message has the install line.
+        ValueError: an unknown dtype, or a checkpoint of another architecture (pi0.5 among them).
+    """
+
+    kinds = ("kv", "tokens", "pooled")
+
+    def __init__(self, pretrained: str = "lerobot/pi0_base", dtype: str = "fp32") -> None:
+        super().__init__()
+        if dtype not in DTYPES:
+            raise ValueError(f"dtype={dtype!r}: choose one of {', '.join(DTYPES)}")
+        folder = checkpoint_folder(pretrained, "pi0")
+        pi0_config(folder, pretrained)
+        self._processor = AutoProcessor.from_pretrained(folder)
+        with torch.random.fork_rng(devices=[]):
+            self.prefix = PI0ForConditionalGeneration.from_pretrained(folder, dtype=DTYPES[dtype]).model
+        self.prefix.dit = None  # the tenants' part
+        self.config = {"name": "pi0", "processor": type(self._processor).__name__, "dtype": dtype}
+        self.freeze()
+
+    @property
+    def layout(self) -> tuple[int, int, int, int]:
+        """``(layers, 2, kv_heads, head_dim)`` of a token's keys and values."""
+        text = self.prefix.config.vlm_config.text_config
+        return text.num_hidden_layers, 2, text.num_key_value_heads, text.head_dim
+
+    def feature_spec(self, schema: TenantSchema, kind: str = "kv") -> FeatureSpec:
+        """See the class docstring.
+
+        Raises:
+            ValueError: an unknown kind, or a schema without cameras (the policy always sees an image).
+        """
+        if kind not in self.kinds:
+            raise ValueError(f"kind={kind!r}: pi0 gives {', '.join(self.kinds)}")
+        if not schema.cameras:
+            raise ValueError("cameras=[]: pi0 needs at least one camera")
+        width = self.prefix.config.vlm_config.text_config.hidden_size
+        segments = {
+            "kv": (FeatureSegment("kv", torch.Size(self.layout).numel(), layout=self.layout),),
+            "tokens": (FeatureSegment("sequence", width),),
+            "pooled": (),
+        }
+        return FeatureSpec(kind, segments[kind], width)
+
+    def preprocess(
+        self,
+        observation: TensorDict,
+        instructions: Sequence[str],
+        schema: TenantSchema,
+        kinds: Sequence[str] = ("kv",),
+    ) -> TensorDict:
+        """See the class docstring and :meth:`Backbone.preprocess`.
+
+        Returns:
+            TensorDict ``[B]``: ``input_ids`` and ``attention_mask`` int64 ``[B, L]``, padded on the right;
+            ``pixel_values`` float32 ``[B, cameras, 3, h, w]`` and ``pixel_attention_mask`` bool ``[B, cameras]``.
+
+        Raises:
+            ValueError: wrong cameras or sizes, or a wrong number of instructions.
+        """
+        del kinds  # one pass gives all
+        check_observation(observation, schema)
+        self.feature_spec(schema)
+        batch = len(instructions)
+        if observation.batch_size and observation.batch_size[0] != batch:
+            raise ValueError(f"{observation.batch_size[0]} observations but {batch} instructions")
+        inputs = self._processor(
+            images=[[observation["image", camera][row].cpu() for camera in schema.cameras] for row in range(batch)],
+            text=[schema.instruct(text) for text in instructions],
+            padding="longest",
+            return_tensors="pt",
+        )
+        names = ("input_ids", "attention_mask", "pixel_values", "pixel_attention_mask")
+        return TensorDict({name: inputs[name] for name in names}, batch_size=[batch])
+
+    # inference_mode(False): the feature may later be an input of training, which refuses inference-mode tensors.
+    @torch.inference_mode(False)
+    @torch.no_grad()
+    def encode(self, inputs: TensorDict, kinds: Sequence[str] = ("kv",)) -> VLAFeature:
+        """See :meth:`Backbone.encode` and the class docstring."""
+        pixels = inputs["pixel_values"].to(self.prefix.dtype)
+        embedded = self.prefix.embed_prefix(inputs["input_ids"], pixels, inputs["pixel_attention_mask"])
+        # As PI0Model.forward runs it: all tokens are of the bidirectional prefix (type 0), positions from 0.
+        out = self.prefix.vlm(
+            inputs_embeds=embedded,
+            attention_mask=inputs["attention_mask"],
+            position_ids=inputs["attention_mask"].cumsum(-1) - 1,
+            token_type_ids=torch.zeros_like(inputs["input_ids"]),
+            use_cache=True,
+        )
+        mask_BL = inputs["attention_mask"].bool()
+        weight_BL1 = mask_BL.unsqueeze(-1)
+        hidden_BLD = out.last_hidden_state * weight_BL1
+        tokens, mask = {}, {}
+        if "kv" in kinds:
+            tokens["kv"], mask["kv"] = flatten_cache(out.past_key_values) * weight_BL1, mask_BL
+        if "tokens" in kinds:
+            tokens["sequence"], mask["sequence"] = hidden_BLD, mask_BL
+        size = inputs.batch_size
+        return VLAFeature(
+            tokens=TensorDict(tokens, batch_size=size),
+            mask=TensorDict(mask, batch_size=size),
+            pooled=hidden_BLD.sum(1) / weight_BL1.sum(1),
+            batch_size=size,
+        )
+
+
+def pi0_config(folder: Path, pretrained: str) -> PI0Config:
+    """The checkpoint's config.
+
+    Raises:
+        ValueError: it is of another architecture.
+    """
+    kind = json.loads((folder / "config.json").read_text()).get("model_type")
+    if kind != "pi0":
+        raise ValueError(f"pretrained={pretrained!r} is a {kind} checkpoint; pi0 needs model_type pi0 (not pi0.5)")
+    return PI0Config.from_pretrained(folder)
