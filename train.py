@@ -28,6 +28,8 @@ def main(cfg: DictConfig) -> None:
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         raise SystemExit(2) from None
+    if config.trainer.dry_run:
+        return
     failed = {name: t["quarantined"] for name, t in summary["tenants"].items() if t["quarantined"]}
     for name, reason in failed.items():
         print(f"tenant {name} was quarantined: {reason}", file=sys.stderr)

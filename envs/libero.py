@@ -157,6 +157,7 @@ class LiberoSimulator(Simulator):
     """
 
     gripper: ClassVar[str] = "close_positive"
+    image_orientation: ClassVar[str] = "rotated_180"
     requires: ClassVar[dict[str, str]] = {"libero": "libero", "robosuite": "libero"}
     control_hz: ClassVar[float] = 20.0
 

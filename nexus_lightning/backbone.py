@@ -7,12 +7,22 @@ import inspect
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import ClassVar, cast
 
 import torch
 from tensordict import TensorClass, TensorDict
 from torch import Tensor, nn
 
 from nexus_lightning.schema import TenantSchema
+
+#: What a backbone may give at the sharing boundary.
+KINDS = {
+    "pooled": "one vector per sample",
+    "tokens": "last hidden states and their mask",
+    "action_tokens": "last hidden states at schema.chunk action tokens appended to the prompt (OpenVLA-OFT)",
+    "layer_states": "hidden states entering every decoder layer",
+    "kv": "keys and values of every decoder layer (pi0, SmolVLA)",
+}
 
 
 @dataclass(frozen=True)
@@ -23,16 +33,27 @@ class FeatureSegment:
         name: key in ``VLAFeature.tokens`` / ``VLAFeature.mask`` (an identifier, e.g. ``image_agentview``, ``text``).
         dim: width D of its tokens.
         grid: ``(rows, cols)`` when the tokens are a spatial map in row-major order, else None.
+        length: number of its tokens when it is fixed and none is padding (``schema.chunk`` for ``action_tokens``).
+        layout: when the D numbers of a token are a tensor of their own: ``(layers, width)`` for ``layer_states``,
+            ``(layers, 2, kv_heads, head_dim)`` for ``kv`` (keys, then values; rotary positions already applied).
+            Kept flat in the feature, so that padding, slicing and storing are the same for every kind.
     """
 
     name: str
     dim: int
     grid: tuple[int, int] | None = None
+    length: int | None = None
+    layout: tuple[int, ...] | None = None
+
+    def unflatten(self, tokens: Tensor) -> Tensor:
+        """``[B, L, D]`` -> ``[B, L, *layout]``."""
+        assert self.layout is not None, f"segment {self.name} has no layout"
+        return tokens.unflatten(-1, self.layout)
 
 
 @dataclass(frozen=True)
 class FeatureSpec:
-    """What a backbone gives for one schema: the kind, its token segments in order, and the pooled width."""
+    """What a head reads: one of :data:`KINDS`, its token segments in order, and the width of ``pooled``."""
 
     kind: str
     segments: tuple[FeatureSegment, ...]
@@ -46,11 +67,43 @@ class VLAFeature(TensorClass["nocast"]):
         tokens: one entry per :class:`FeatureSegment`: ``[B, L_segment, D_segment]`` float.
         mask: the same keys: ``[B, L_segment]`` bool, True where the token is real (not padding).
         pooled: ``[B, pooled_dim]`` float.
+
+    One backbone pass may serve heads of several kinds: it then holds the segments of all of them, and
+    :meth:`select` gives a head its own.
     """
 
     tokens: TensorDict
     mask: TensorDict
     pooled: Tensor
+
+    def select(self, spec: FeatureSpec) -> VLAFeature:
+        """The part that ``spec`` names, in its order (no copy)."""
+        names = [segment.name for segment in spec.segments]
+        return VLAFeature(
+            tokens=TensorDict({n: self.tokens[n] for n in names}, self.batch_size),
+            mask=TensorDict({n: self.mask[n] for n in names}, self.batch_size),
+            pooled=self.pooled,
+            batch_size=self.batch_size,
+        )
+
+    def for_head(self) -> VLAFeature:
+        """Floating point values as float32: heads never see the backbone's or the store's compact dtype."""
+        half = (torch.float16, torch.bfloat16)
+        return cast(VLAFeature, self.apply(lambda v: v.float() if v.dtype in half else v))
+
+
+class SharedBackbone:
+    """Pointer to the backbone for a head that *continues* it (:attr:`ActionHead.continues_backbone`).
+
+    Such a head runs frozen layers privately: a state token pushed through them, private adapters beside their weights.
+    The pointer is not a module: the backbone's weights stay out of the head's parameters, payload and copies.
+    """
+
+    def __init__(self, backbone: Backbone) -> None:
+        self.backbone = backbone
+
+    def __deepcopy__(self, memo: dict) -> SharedBackbone:
+        return self
 
 
 class Backbone(nn.Module):
@@ -59,8 +112,8 @@ class Backbone(nn.Module):
     Who calls what: the inference server and the demonstration producer call :meth:`forward` from their own threads on
     one copy of the weights, so ``preprocess`` and ``encode`` must not keep per-call state.
 
-    Required: ``feature_spec(schema)``, ``preprocess(observation, instructions, schema)``, ``encode(inputs)`` and
-    ``config``.
+    Required: ``kinds``, ``feature_spec(schema, kind)``, ``preprocess(observation, instructions, schema, kinds)``,
+    ``encode(inputs, kinds)`` and ``config``.
     Contract (see :func:`check_backbone`): deterministic; a sample's feature never depends on its batch mates (pad with
     masks); no gradients; ``fingerprint`` changes when weights, config or dtype change.
     """
@@ -72,7 +125,11 @@ class Backbone(nn.Module):
         missing = [n for n in ("feature_spec", "preprocess", "encode") if getattr(cls, n) is getattr(Backbone, n)]
         if missing:
             raise TypeError(f"{cls.__name__} must override {', '.join(missing)}; see nexus_lightning.backbone.Backbone")
+        if not cls.kinds or not set(cls.kinds) <= set(KINDS):
+            raise TypeError(f"{cls.__name__}.kinds={cls.kinds}: choose from {', '.join(KINDS)}")
 
+    #: The kinds it can give (:data:`KINDS`), all of them from one pass. Asking for more never changes the others.
+    kinds: ClassVar[tuple[str, ...]] = ("tokens", "pooled")
     #: JSON-able description of the architecture and preprocessing; part of the fingerprint. Set it in ``__init__``.
     config: dict
 
@@ -85,32 +142,52 @@ class Backbone(nn.Module):
         del mode
         return super().train(False)
 
-    def feature_spec(self, schema: TenantSchema) -> FeatureSpec:
-        """Kinds, segments and widths of the feature for tenants with this schema (cheap; no forward)."""
+    def feature_spec(self, schema: TenantSchema, kind: str = "tokens") -> FeatureSpec:
+        """Segments and widths of one kind for tenants with this schema (cheap; no forward).
+
+        Raises:
+            ValueError: this backbone does not give ``kind``, or the schema's images do not fit it.
+        """
         raise NotImplementedError
 
-    def preprocess(self, observation: TensorDict, instructions: Sequence[str], schema: TenantSchema) -> TensorDict:
-        """CPU side: resize, tokenise, pad.
+    def preprocess(
+        self,
+        observation: TensorDict,
+        instructions: Sequence[str],
+        schema: TenantSchema,
+        kinds: Sequence[str] = ("tokens",),
+    ) -> TensorDict:
+        """CPU side: resize (here and nowhere else), fill ``schema.prompt``, tokenise, pad.
 
         Args:
             observation: batch ``[B]`` with ``("image", <camera>)`` uint8 ``[B, 3, H, W]`` for every camera of the
                 schema (there is no ``image`` entry when the schema has no cameras).
             instructions: B strings.
-            schema: decides the cameras' order and size.
+            schema: decides the cameras' order and size, the prompt, and the number of action tokens.
+            kinds: what :meth:`encode` will be asked for (``action_tokens`` makes the prompt longer).
 
         Returns:
             VLAInput: a TensorDict ``[B]`` that :meth:`encode` understands.
         """
         raise NotImplementedError
 
-    def encode(self, inputs: TensorDict) -> VLAFeature:
-        """VLAInput ``[B]`` -> :class:`VLAFeature` ``[B]``. The only call into the frozen weights."""
+    def encode(self, inputs: TensorDict, kinds: Sequence[str] = ("tokens",)) -> VLAFeature:
+        """VLAInput ``[B]`` -> :class:`VLAFeature` ``[B]`` with the segments of all ``kinds``.
+
+        The only call into the frozen weights.
+        """
         raise NotImplementedError
 
     @torch.no_grad()
-    def forward(self, observation: TensorDict, instructions: Sequence[str], schema: TenantSchema) -> VLAFeature:
-        inputs = self.preprocess(observation, instructions, schema)
-        return self.encode(inputs.to(self.device))
+    def forward(
+        self,
+        observation: TensorDict,
+        instructions: Sequence[str],
+        schema: TenantSchema,
+        kinds: Sequence[str] = ("tokens",),
+    ) -> VLAFeature:
+        inputs = self.preprocess(observation, instructions, schema, kinds)
+        return self.encode(inputs.to(self.device), kinds)
 
     @property
     def device(self) -> torch.device:
@@ -124,6 +201,34 @@ class Backbone(nn.Module):
             digest.update(f"{name}:{value.dtype}:{tuple(value.shape)}".encode())
             digest.update(value.detach().cpu().reshape(-1).contiguous().view(torch.uint8).numpy().tobytes())
         return digest.hexdigest()
+
+
+def compact(features: VLAFeature) -> VLAFeature:
+    """Storage form: float32 as float16 (half the bytes, 11 bits of mantissa); bfloat16 and masks as they are."""
+    return cast(VLAFeature, features.apply(lambda v: v.half() if v.dtype == torch.float32 else v))
+
+
+def concatenate_features(parts: Sequence[VLAFeature]) -> VLAFeature:
+    """Features ``[B_i]`` -> ``[sum B_i]``; segments of different lengths are padded with masked zeros on the right."""
+    lengths: dict[str, int] = {}
+    for part in parts:
+        for name, mask in part.mask.items():
+            lengths[name] = max(lengths.get(name, 0), mask.shape[1])
+    padded = []
+    for part in parts:
+        tokens, mask = part.tokens.copy(), part.mask.copy()
+        for name, length in lengths.items():
+            missing = length - mask[name].shape[1]
+            if missing:
+                tokens[name] = nn.functional.pad(tokens[name], (0, 0, 0, missing))
+                mask[name] = nn.functional.pad(mask[name], (0, missing))
+        padded.append(VLAFeature(tokens=tokens, mask=mask, pooled=part.pooled, batch_size=part.batch_size))
+    return torch.cat(padded)  # pyright: ignore[reportArgumentType, reportReturnType]
+
+
+def sharing_key(schema: TenantSchema, kind: str) -> tuple[str, int]:
+    """Samples that agree on it may share one backbone pass: same prompt and images, as many action tokens."""
+    return schema.prefix_signature, schema.chunk if kind == "action_tokens" else 0
 
 
 def check_observation(observation: TensorDict, schema: TenantSchema) -> None:

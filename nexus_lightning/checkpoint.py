@@ -25,7 +25,7 @@ import os
 import re
 import shutil
 import uuid
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -127,6 +127,7 @@ def write_payload(
     expected_keys: Iterable[str] | None = None,
     keep: int | None = None,
     pinned: Collection[int] = (),
+    extra: Mapping[str, bytes] | None = None,
 ) -> Path:
     """Saves one version of one tenant and makes it ``latest``.
 
@@ -145,6 +146,7 @@ def write_payload(
         expected_keys: names that ``tensors`` must have, no more and no less.
         keep: newest versions to keep, >= 1; None keeps all. ``latest`` and ``pinned`` versions are never removed.
         pinned: policy versions somebody still uses.
+        extra: more files for readers of other libraries, ``folder/name -> content``; :func:`read_payload` ignores them.
 
     Returns:
         The version folder.
@@ -183,7 +185,8 @@ def write_payload(
         if target is None:
             target = _free_folder(folder, version)
             temporary.mkdir()
-            for name, data in files.items():
+            for name, data in {**files, **(extra or {})}.items():
+                (temporary / name).parent.mkdir(exist_ok=True)
                 _write_file(temporary / name, data)
             _fsync_folder(temporary)
             _verify(what, temporary, tensors, optimizer_tensors, optimizer_values, state)

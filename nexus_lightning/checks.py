@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import copy
 import json
+import math
 import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import cast
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -45,9 +46,10 @@ def random_features(spec: FeatureSpec, batch: int, seed: int = 0) -> VLAFeature:
     generator = torch.Generator().manual_seed(seed)
     tokens, mask = {}, {}
     for segment in spec.segments:
-        length = segment.grid[0] * segment.grid[1] if segment.grid else TEXT_TOKENS
+        fixed = _fixed_length(segment)
+        length = TEXT_TOKENS if fixed is None else fixed
         tokens[segment.name] = torch.randn(batch, length, segment.dim, generator=generator)
-        real = torch.full((batch,), length) if segment.grid else length - torch.arange(batch) % (length - 1)
+        real = length - torch.arange(batch) % (length - 1) if fixed is None else torch.full((batch,), length)
         mask[segment.name] = torch.arange(length) < real[:, None]
     return VLAFeature(
         tokens=TensorDict(tokens, batch_size=[batch]),
@@ -55,6 +57,10 @@ def random_features(spec: FeatureSpec, batch: int, seed: int = 0) -> VLAFeature:
         pooled=torch.randn(batch, spec.pooled_dim, generator=generator),
         batch_size=[batch],
     )
+
+
+def _fixed_length(segment: FeatureSegment) -> int | None:
+    return segment.grid[0] * segment.grid[1] if segment.grid else segment.length
 
 
 def random_observation(schema: TenantSchema, batch: int, seed: int = 0) -> TensorDict:
@@ -109,7 +115,7 @@ def check_head(
     if features is None:
         features = random_features(head.feature_spec, batch=4)
     problems = _Problems(f"{type(head).__name__} breaks the ActionHead contract")
-    batch = _HeadBatch.random(features, head.schema)
+    batch = _HeadBatch.random(features.select(head.feature_spec).for_head(), head)
     with _seeded(2):
         # Zero-initialised output layers would make every comparison below trivially true.
         for parameter in head.parameters():
@@ -154,20 +160,29 @@ def check_backbone(backbone: Backbone, schema: TenantSchema, *, tolerance: float
     if any(p.requires_grad for p in backbone.parameters()):
         problems.add("it has parameters that require gradients: call freeze() last in __init__")
 
-    spec = backbone.feature_spec(schema)
     before = backbone.fingerprint
     size = len(INSTRUCTIONS)
     observation = random_observation(schema, size)
-    with _untouched_generators(problems, "forward"):
-        feature = backbone(observation, INSTRUCTIONS, schema)
-    _check_feature(feature, spec, size, problems)
-    problems.stop()
-    if not _same_features(feature, backbone(observation, INSTRUCTIONS, schema), 0.0):
-        problems.add("two calls with the same input differ")
-    for row in range(size):
-        alone = backbone(observation[row : row + 1], INSTRUCTIONS[row : row + 1], schema)
-        if not _same_features(feature[row : row + 1], alone, tolerance):
-            problems.add(f"row {row} alone differs from row {row} in a batch by more than {tolerance}")
+    together = backbone(observation, INSTRUCTIONS, schema, _compatible(backbone.kinds))
+    for kind in backbone.kinds:
+        problems.title = f"{type(backbone).__name__} breaks the Backbone contract for kind {kind!r}"
+        spec = backbone.feature_spec(schema, kind)
+
+        def encode(rows: slice, spec: FeatureSpec = spec) -> VLAFeature:
+            return backbone(observation[rows], INSTRUCTIONS[rows], schema, (spec.kind,)).select(spec)
+
+        with _untouched_generators(problems, "forward"):
+            feature = encode(slice(None))
+        _check_feature(feature, spec, size, problems)
+        problems.stop()
+        if not _same_features(feature, encode(slice(None)), 0.0):
+            problems.add("two calls with the same input differ")
+        for row in range(size):
+            alone = encode(slice(row, row + 1))
+            if not _same_features(cast(VLAFeature, feature[row : row + 1]), alone, tolerance):
+                problems.add(f"row {row} alone differs from row {row} in a batch by more than {tolerance}")
+        if kind != "action_tokens" and not _same_features(feature, together.select(spec), tolerance):
+            problems.add("asking for other kinds in the same pass changes it")
     if backbone.fingerprint != before:
         problems.add("a forward pass changed the fingerprint: the weights must not change")
     wrong = observation.clone()
@@ -178,6 +193,11 @@ def check_backbone(backbone: Backbone, schema: TenantSchema, *, tolerance: float
     except ValueError:
         pass
     problems.stop()
+
+
+def _compatible(kinds: Sequence[str]) -> tuple[str, ...]:
+    """The kinds that may share one pass: action tokens make a prompt of their own."""
+    return tuple(kind for kind in kinds if kind != "action_tokens") or tuple(kinds)
 
 
 class _Problems:
@@ -200,7 +220,8 @@ class _HeadBatch:
         self.features, self.state, self.actions, self.is_pad, self.noise = features, state, actions, is_pad, noise
 
     @classmethod
-    def random(cls, features: VLAFeature, schema: TenantSchema) -> _HeadBatch:
+    def random(cls, features: VLAFeature, head: ActionHead) -> _HeadBatch:
+        schema = head.schema
         generator = torch.Generator().manual_seed(0)
         batch, chunk = len(features.pooled), schema.chunk
         shape = (batch, chunk, schema.action_dim)
@@ -211,7 +232,7 @@ class _HeadBatch:
             torch.randn(batch, schema.state_dim, generator=generator),
             torch.randn(*shape, generator=generator).clamp(-1, 1),
             is_pad,
-            torch.randn(*shape, generator=generator),
+            torch.randn(batch, *head.noise_shape, generator=generator),
         )
 
     def tensors(self) -> list[Tensor]:
@@ -224,10 +245,14 @@ def _check_act(head: ActionHead, batch: _HeadBatch, problems: _Problems, toleran
     size = len(batch.state)
     shape = (size, head.schema.chunk, head.schema.action_dim)
     before = [value.clone() for value in batch.tensors()]
-    keys = {"chunk": shape}
+    deterministic: dict[Any, tuple[int, ...]] = {"chunk": shape}
     if head.supports_rl:
-        keys |= {"log_probs": shape, "state_value": (size, 1)}
-    for noise, name in ((None, "noise=None"), (batch.noise, "given noise")):
+        deterministic |= {"state_value": (size, 1)}
+    sampled = dict(deterministic)
+    if head.supports_rl:
+        sampled |= {"log_probs": shape}
+        sampled |= {("trace", key): (size, *part) for key, part in head.trace_shapes.items()}
+    for noise, name, keys in ((None, "noise=None", deterministic), (batch.noise, "given noise", sampled)):
         with torch.no_grad(), _untouched_generators(problems, f"act with {name}"):
             out = head.act(batch.features, batch.state, noise)
             again = head.act(batch.features, batch.state, noise)
@@ -252,12 +277,12 @@ def _check_act(head: ActionHead, batch: _HeadBatch, problems: _Problems, toleran
             part = slice(row, row + 1)
             features = cast(VLAFeature, batch.features[part])
             alone = head.act(_without_padding(features), batch.state[part], batch.noise[part])
-            for key in keys:
+            for key in sampled:
                 if not _close(out[key][part], alone[key], tolerance):
                     problems.add(
                         f"act: {key} of row {row} alone differs from the batch: it depends on batch mates or padding"
                     )
-    for key in keys:
+    for key in sampled:
         if not _close(out[key], changed[key], tolerance):
             problems.add(f"act: the values of padding tokens change {key}: apply features.mask")
         if not _close(out[key], longer[key], tolerance):
@@ -312,26 +337,29 @@ def _check_rl(head: ActionHead, batch: _HeadBatch, problems: _Problems, toleranc
     critic = {name for name, _ in head.named_parameters() if name.startswith("value_head.")}
     if not critic:
         problems.add("an RL head keeps its critic's parameters under self.value_head")
-    dist = head.get_dist(batch.features, batch.state)
     value = head.value(batch.features, batch.state)
     shape = batch.actions.shape
-    if dist.loc.shape != shape or dist.scale.shape != shape:
+    with torch.no_grad():
+        sample = head.act(batch.features, batch.state, batch.noise)
+    log_probs, entropy = head.evaluate(batch.features, batch.state, sample)
+    if log_probs.shape != shape or entropy.shape != shape:
         problems.add(
-            f"get_dist: loc and scale must be {list(shape)}, got {list(dist.loc.shape)}, {list(dist.scale.shape)}"
+            f"evaluate: log_probs and entropy must be {list(shape)}, got {list(log_probs.shape)}, {list(entropy.shape)}"
         )
         problems.stop()
-    with torch.no_grad():
-        for noise, name in ((None, "noise=None"), (batch.noise, "given noise")):
-            out = head.act(batch.features, batch.state, noise)
-            expected = dist.loc if noise is None else dist.loc + dist.scale * noise
-            if not _close(out["chunk"], expected, tolerance):
-                problems.add(f"act with {name}: chunk is not the mean (+ scale * noise) of get_dist")
-            if not _close(out["log_probs"], dist.log_prob(out["chunk"]), tolerance):
-                problems.add(f"act with {name}: log_probs differ from get_dist(...).log_prob(chunk)")
-            if not _close(out["state_value"], value, tolerance):
-                problems.add(f"act with {name}: state_value differs from value(...)")
+    if not _close(sample["log_probs"], log_probs.detach(), tolerance):
+        problems.add("act with given noise: log_probs differ from evaluate(...) of the same sample")
+    if not _close(sample["state_value"], value.detach(), tolerance):
+        problems.add("act with given noise: state_value differs from value(...)")
+    if type(head).get_dist is not ActionHead.get_dist:
+        dist = head.get_dist(batch.features, batch.state)
+        with torch.no_grad():
+            for noise, name in ((None, "noise=None"), (batch.noise, "given noise")):
+                expected = dist.loc if noise is None else dist.loc + dist.scale * noise
+                if not _close(head.act(batch.features, batch.state, noise)["chunk"], expected, tolerance):
+                    problems.add(f"act with {name}: chunk is not the mean (+ scale * noise) of get_dist")
     for name, scalar, wanted in (
-        ("get_dist", dist.log_prob(batch.actions).sum(), lambda n: n not in critic),
+        ("evaluate", log_probs.sum(), lambda n: n not in critic),
         ("value", value.sum(), lambda n: n in critic),
     ):
         reached = _reached(head, scalar)
@@ -369,7 +397,9 @@ def _check_feature(feature: VLAFeature, spec: FeatureSpec, size: int, problems: 
     for segment in spec.segments:
         tokens, mask = feature.tokens[segment.name], feature.mask[segment.name]
         values[segment.name] = tokens
-        length = segment.grid[0] * segment.grid[1] if segment.grid else tokens.shape[1]
+        length = _fixed_length(segment) or tokens.shape[1]
+        if segment.layout is not None and math.prod(segment.layout) != segment.dim:
+            problems.add(f"{segment.name}: layout {list(segment.layout)} does not multiply to dim {segment.dim}")
         if tuple(tokens.shape) != (size, length, segment.dim):
             problems.add(f"{segment.name}: tokens {list(tokens.shape)}, expected {[size, length, segment.dim]}")
         if mask.dtype != torch.bool or mask.shape != tokens.shape[:2]:

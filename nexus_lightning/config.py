@@ -14,7 +14,7 @@ import inspect
 import json
 import re
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field, fields, is_dataclass
+from dataclasses import asdict, dataclass, field, is_dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,13 +22,26 @@ from hydra.core.config_store import ConfigStore
 from hydra.utils import get_class
 from omegaconf import MISSING, DictConfig, OmegaConf
 
-from nexus_lightning.demonstrations import describe_recording
+from nexus_lightning.conventions import DatasetConventions, DatasetConverter
+from nexus_lightning.demonstrations import RECORD_FILE, describe_recording
+from nexus_lightning.head import ActionHead, choose_kind
 from nexus_lightning.schema import TenantSchema
 
 TASKS = ("sft", "rl")
-#: Keys of a head's YAML that configure its optimizer; the rest are arguments of the head class.
-OPTIMIZER_KEYS = ("lr", "value_lr", "weight_decay", "betas", "grad_clip_norm", "lr_schedule", "warmup_steps")
+#: Keys of a head's YAML that configure its optimizer and its feature; the rest are arguments of the head class.
+OPTIMIZER_KEYS = (
+    "lr",
+    "value_lr",
+    "weight_decay",
+    "betas",
+    "grad_clip_norm",
+    "lr_schedule",
+    "warmup_steps",
+    "ema_decay",
+    "kind",
+)
 LR_SCHEDULES = ("constant", "cosine")
+FEATURE_REUSE = ("auto", "always", "never")
 TENANT_NAME = re.compile(r"^[A-Za-z][A-Za-z0-9_-]{0,63}$")
 
 
@@ -54,8 +67,10 @@ class SchemaConfig:
     control_hz: float = 20.0
     action_convention: str = "delta"
     rotation: str = "axis_angle"
+    rotation_index: int = 3
     gripper: str = "open_positive"
     gripper_index: int = -1
+    prompt: str = "{instruction}"
     state_normalization: str = "mean_std"
     action_normalization: str = "identity"
     privileged: list[str] = field(default_factory=list)
@@ -74,6 +89,16 @@ class RecordConfig:
 
 
 @dataclass
+class AugmentationConfig:
+    """Image augmentation as K views of every frame, each encoded once; pass e over the data sees view e mod K."""
+
+    views: int = 4  # view 0 is the frame itself
+    crop: float = 0.9  # smallest share of height and width that a random crop keeps
+    brightness: float = 0.2  # factor 1 +- this
+    contrast: float = 0.2  # factor 1 +- this
+
+
+@dataclass
 class DatasetConfig:
     """A LeRobotDataset v3: a hub name, a local folder, or one recorded on first use."""
 
@@ -82,10 +107,10 @@ class DatasetConfig:
     record: RecordConfig | None = None
     episodes: int | None = None  # use only the first n episodes
     camera_keys: dict[str, str] = field(default_factory=dict)  # schema camera -> dataset key, where they differ
+    conventions: DatasetConventions = field(default_factory=DatasetConventions)  # where they differ from the schema's
     batch_size: int = 64  # samples per optimizer step
     batches_per_job: int = 8  # optimizer steps per training job
-    cache_features: bool = True  # encode each frame once and keep the features in memory
-    max_cache_gb: float = 4.0  # refuse a larger feature cache
+    augmentation: AugmentationConfig | None = None  # null: every frame as it is
 
 
 @dataclass
@@ -93,6 +118,17 @@ class EnvironmentConfig:
     simulator: dict[str, Any] = MISSING  # `_target_` of a Simulator and its arguments
     num_envs: int = 2  # simulators for rollouts, one process each
     inline: bool = False  # run light simulators inside this process
+
+
+@dataclass
+class FeaturesConfig:
+    """What becomes of a tenant's backbone features (the backbone is frozen: they never go stale).
+
+    rl: they travel with the rollout; sft: they come from the feature store.
+    """
+
+    reuse: str = "auto"  # auto: rl when they fit the queue budget, sft always | always | never: encoded again
+    warm_up: bool = True  # sft: encode all frames before the first job; false: when they are first needed
 
 
 @dataclass
@@ -142,6 +178,7 @@ class TenantConfig:
     dataset: DatasetConfig | None = None
     environment: EnvironmentConfig | None = None
     algorithm: AlgorithmConfig | None = None
+    features: FeaturesConfig = field(default_factory=FeaturesConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
     init_from: InitFromConfig = field(default_factory=InitFromConfig)
     target_jobs: int | None = None  # the tenant is done after this many completed jobs
@@ -166,6 +203,15 @@ class InferenceQueueConfig:
 
 
 @dataclass
+class FeatureStoreConfig:
+    """Where features of demonstrations are kept, for all tenants together."""
+
+    store: str = "memory"  # memory | disk (memory-mapped, survives the run)
+    folder: str | None = None  # of the disk store; null: <data_dir>/features
+    budget_gb: float = 4.0  # beyond it features are computed again
+
+
+@dataclass
 class QueuesConfig:
     training: TrainingQueueConfig = field(default_factory=TrainingQueueConfig)
     inference: InferenceQueueConfig = field(default_factory=InferenceQueueConfig)
@@ -187,6 +233,7 @@ class TrainerConfig:
     checkpoint_every_n_jobs: int = 20
     keep_payloads: int = 2  # versions kept per tenant
     fast_dev_run: bool = False  # one job and one evaluation episode per tenant
+    dry_run: bool = False  # validate, print how much memory it would need, stop: no weights, no data
     deterministic: bool = False
     enable_progress_bar: bool = True
 
@@ -196,6 +243,7 @@ class NexusConfig:
     tenants: dict[str, TenantConfig] = field(default_factory=dict)
     backbone: Any = MISSING
     queues: QueuesConfig = field(default_factory=QueuesConfig)
+    feature_store: FeatureStoreConfig = field(default_factory=FeatureStoreConfig)
     placement: PlacementConfig = field(default_factory=PlacementConfig)
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
     logger: Any = MISSING
@@ -297,13 +345,14 @@ def validate(config: NexusConfig) -> None:
     problems: list[str] = []
     if not config.tenants:
         problems.append("tenants: none given; for example '+tenants=[libero,maniskill]'")
-    _check_class(config.backbone, "backbone", problems)
+    backbone = _check_class(config.backbone, "backbone", problems)
     lowered: dict[str, str] = {}
     for name, tenant in config.tenants.items():
         other = lowered.setdefault(name.lower(), name)
         if other != name:
             problems.append(f"tenants.{name}: differs from tenants.{other} only in case; choose another name")
         problems += _tenant_problems(f"tenants.{name}", name, tenant, config)
+        problems += _kind_problems(f"tenants.{name}", tenant, backbone)
     if config.placement.precision not in ("32-true", "bf16-true", "bf16-mixed", "64-true"):
         problems.append(
             f"placement.precision={config.placement.precision}: use 32-true, bf16-true, bf16-mixed or 64-true "
@@ -311,6 +360,11 @@ def validate(config: NexusConfig) -> None:
         )
     if config.placement.devices != 1:
         problems.append(f"placement.devices={config.placement.devices}: only 1 is supported so far")
+    store = config.feature_store
+    if store.store not in ("memory", "disk"):
+        problems.append(f"feature_store.store={store.store}: choose memory or disk")
+    if store.budget_gb < 0:
+        problems.append(f"feature_store.budget_gb={store.budget_gb}: must be at least 0")
     trainer = config.trainer
     for key in ("jobs_per_round", "checkpoint_every_n_jobs", "keep_payloads"):
         if getattr(trainer, key) < 1:
@@ -346,6 +400,8 @@ def _tenant_problems(key: str, name: str, tenant: TenantConfig, config: NexusCon
         problems += _sft_problems(key, tenant, schema, config)
     if tenant.task == "rl":
         problems += _rl_problems(key, tenant)
+    if tenant.features.reuse not in FEATURE_REUSE:
+        problems.append(f"{key}.features.reuse={tenant.features.reuse}: choose one of {', '.join(FEATURE_REUSE)}")
     if tenant.eval.episodes < 0:
         problems.append(f"{key}.eval.episodes={tenant.eval.episodes}: must be at least 1, or 0 for no evaluation")
     if tenant.eval.num_envs < 1:
@@ -361,10 +417,16 @@ def _head_problems(key: str, tenant: TenantConfig) -> list[str]:
     problems: list[str] = []
     if not isinstance(tenant.head, dict):
         return [f"{key}.head={tenant.head!r}: must be a mapping with `_target_`"]
-    cls = _check_class(tenant.head, f"{key}.head", problems, skip=OPTIMIZER_KEYS, given=("feature_spec", "schema"))
+    given = ("feature_spec", "schema", "backbone")
+    cls = _check_class(tenant.head, f"{key}.head", problems, skip=OPTIMIZER_KEYS, given=given)
     lr = tenant.head.get("lr")
     if not isinstance(lr, int | float) or lr <= 0:
         problems.append(f"{key}.head.lr={lr!r}: a positive learning rate is required")
+    decay = tenant.head.get("ema_decay")
+    if decay is not None and not (isinstance(decay, int | float) and 0 < decay < 1):
+        problems.append(f"{key}.head.ema_decay={decay!r}: must lie between 0 and 1, for example 0.999, or be null")
+    if decay is not None and tenant.task == "rl":
+        problems.append(f"{key}.head.ema_decay={decay}: task rl must act with the weights it trains; set it to null")
     schedule = tenant.head.get("lr_schedule", "constant")
     if schedule not in LR_SCHEDULES:
         problems.append(f"{key}.head.lr_schedule={schedule}: choose one of {', '.join(LR_SCHEDULES)}")
@@ -374,7 +436,32 @@ def _head_problems(key: str, tenant: TenantConfig) -> list[str]:
         )
     if cls is not None and tenant.task == "rl" and not getattr(cls, "supports_rl", False):
         problems.append(f"{key}.head={cls.__name__}: has no log-probabilities, so it cannot train by rl; use mlp")
+    elif isinstance(cls, type) and issubclass(cls, ActionHead) and tenant.task == "rl":
+        if reason := cls.rl_problem(split_head(tenant.head)[1]):
+            problems.append(f"{key}.head={cls.__name__}: cannot train by rl: {reason}")
     return problems
+
+
+def _kind_problems(key: str, tenant: TenantConfig, backbone: Any) -> list[str]:
+    """Head and backbone must share a feature kind (class attributes: nothing is built)."""
+    try:
+        head: Any = get_class(tenant.head["_target_"])
+    except Exception:
+        return []  # reported with the head
+    if not hasattr(head, "reads") or not hasattr(backbone, "kinds"):
+        return []
+    wanted = tenant.head.get("kind")
+    if head.backbones and backbone.__name__ not in head.backbones:
+        return [
+            f"{key}.head={head.__name__} on backbone {backbone.__name__}: it continues {', '.join(head.backbones)}; "
+            "choose that backbone or another head"
+        ]
+    try:
+        choose_kind(head.reads, backbone.kinds, wanted)
+    except ValueError as error:
+        where = f"{key}.head={head.__name__}" if wanted is None else f"{key}.head"
+        return [f"{where} on backbone {backbone.__name__}: {error}; choose another head or backbone"]
+    return []
 
 
 def _environment_problems(key: str, tenant: TenantConfig) -> list[str]:
@@ -394,6 +481,12 @@ def _environment_problems(key: str, tenant: TenantConfig) -> list[str]:
     gripper = getattr(cls, "gripper", tenant.schema.gripper)
     if gripper != tenant.schema.gripper:
         problems.append(f"{key}.schema.gripper={tenant.schema.gripper}: {cls.__name__} uses {gripper}")
+    orientation = getattr(cls, "image_orientation", tenant.schema.image_orientation)
+    if tenant.schema.cameras and orientation != tenant.schema.image_orientation:
+        problems.append(
+            f"{key}.schema.image_orientation={tenant.schema.image_orientation}: {cls.__name__} gives {orientation} "
+            f"images; set it to {orientation}, and {key}.dataset.conventions.image_orientation where a dataset differs"
+        )
     cameras = environment.simulator.get("cameras")
     if cameras is not None and list(cameras) != list(tenant.schema.cameras):
         problems.append(
@@ -421,12 +514,18 @@ def _sft_problems(key: str, tenant: TenantConfig, schema: TenantSchema, config: 
     for name in ("batch_size", "batches_per_job"):
         if getattr(dataset, name) < 1:
             problems.append(f"{key}.dataset.{name}={getattr(dataset, name)}: must be at least 1")
+    if dataset.augmentation is not None:
+        problems += _augmentation_problems(f"{key}.dataset.augmentation", dataset.augmentation)
     unknown = set(dataset.camera_keys) - set(schema.cameras)
     if unknown:
         problems.append(f"{key}.dataset.camera_keys: {sorted(unknown)} are not in {key}.schema.cameras")
     if dataset.record is not None and tenant.environment is None:
         problems.append(f"{key}.dataset.record: recording needs {key}.environment")
         return problems
+    if not schema.problems():
+        problems += [f"{key}.dataset.conventions.{p}" for p in DatasetConverter(schema, dataset.conventions).problems()]
+    if dataset.record is not None and dataset.conventions != DatasetConventions():
+        problems.append(f"{key}.dataset.conventions: a recording has the schema's conventions; remove them")
     root = dataset_root(tenant, config.data_dir)
     if root is None:
         return problems
@@ -437,6 +536,18 @@ def _sft_problems(key: str, tenant: TenantConfig, schema: TenantSchema, config: 
             f"{key}.dataset.root={root}: no LeRobotDataset there; record one with scripts/collect_demos.py, "
             f"or set {key}.dataset.record, or leave root empty to use the hub name {dataset.repo_id}"
         )
+    return problems
+
+
+def _augmentation_problems(key: str, augmentation: AugmentationConfig) -> list[str]:
+    problems = []
+    if augmentation.views < 2:
+        problems.append(f"{key}.views={augmentation.views}: must be at least 2; set {key}=null for no augmentation")
+    if not 0 < augmentation.crop <= 1:
+        problems.append(f"{key}.crop={augmentation.crop}: must lie in (0, 1]")
+    for name in ("brightness", "contrast"):
+        if not 0 <= getattr(augmentation, name) < 1:
+            problems.append(f"{key}.{name}={getattr(augmentation, name)}: must lie in [0, 1)")
     return problems
 
 
@@ -452,11 +563,25 @@ def _dataset_problems(key: str, tenant: TenantConfig, schema: TenantSchema, root
                 f"{key}.schema.cameras={list(schema.cameras)}: dataset {root} has cameras {stored}, not {camera!r}; "
                 f"map it with {key}.dataset.camera_keys.{camera}=<dataset key>"
             )
-    for name, dim in (("observation.state", schema.state_dim), ("action", schema.action_dim)):
-        shape = features.get(name, {}).get("shape")
-        if shape is None or list(shape) != [dim]:
-            setting = "state_dim" if name == "observation.state" else "action_dim"
-            problems.append(f"{key}.schema.{setting}={dim}: dataset {root} has {name} of shape {shape}")
+    converter = DatasetConverter(schema, tenant.dataset.conventions)
+    if not converter.problems():
+        for name, dim in (("observation.state", schema.state_dim), ("action", converter.action_dim)):
+            shape = features.get(name, {}).get("shape")
+            if shape is None or list(shape) != [dim]:
+                setting = "state_dim" if name == "observation.state" else "action_dim"
+                through = f", {dim} as {converter.rotation}" if dim != getattr(schema, setting) else ""
+                problems.append(
+                    f"{key}.schema.{setting}={getattr(schema, setting)}{through}: dataset {root} has {name} of shape "
+                    f"{shape}"
+                )
+    if (root / RECORD_FILE).is_file():  # recorded by us: it says itself what its conventions are
+        recorded = json.loads((root / RECORD_FILE).read_text())["schema"]
+        for name in ("action_convention", "rotation", "gripper", "image_orientation"):
+            if recorded.get(name, getattr(converter, name)) != getattr(converter, name):
+                problems.append(
+                    f"{key}.dataset.conventions.{name}={getattr(converter, name)}: dataset {root} was recorded with "
+                    f"{name}={recorded[name]}; set that"
+                )
     return problems
 
 
@@ -494,11 +619,9 @@ def _init_problems(key: str, tenant: TenantConfig, config: NexusConfig) -> list[
         problems.append(f"{key}.init_from.recipe.task={recipe.task}: a starting payload is trained by sft")
     if recipe.target_jobs is None:
         problems.append(f"{key}.init_from.recipe.target_jobs: a value is required")
-    if schema_of(recipe.schema).signature != schema_of(tenant.schema).signature:
-        changed = [
-            f.name for f in fields(SchemaConfig) if getattr(recipe.schema, f.name) != getattr(tenant.schema, f.name)
-        ]
-        problems.append(f"{key}.init_from.recipe.schema: differs from {key}.schema in {', '.join(changed)}")
+    changed = schema_of(recipe.schema).differences(schema_of(tenant.schema))
+    if changed:
+        problems.append(f"{key}.init_from.recipe.schema: differs from {key}.schema in {'; '.join(changed)}")
     return problems
 
 

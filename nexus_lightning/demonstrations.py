@@ -6,8 +6,9 @@
     worker 1 ── episode of seed 1 ──┼─► in seed order: successes only ─► <root>.recording-<pid> ─► rename to <root>
     worker 0 ── episode of seed 2 ──┘
 
-The dataset holds what the simulator gives and takes: raw states, **native** actions (gripper sign of the simulator, see
-``TenantSchema.gripper``), images in the schema's orientation. The result does not depend on the number of workers.
+The dataset holds what the simulator gives and takes: raw states, **native** actions (gripper command of the simulator,
+see ``TenantSchema.gripper``), images in the schema's orientation. So a recording never needs ``dataset.conventions``.
+The result does not depend on the number of workers.
 """
 
 from __future__ import annotations

@@ -64,8 +64,8 @@ class SimulatorEnv(EnvBase):
 
     ::
 
-        head output      un-normalise    to_native      clip      first `execute` actions
-        [N, T, A]  ─────► normalizer ───► gripper sign ► [-1, 1] ► each simulator, up to its first done ──► observe once
+        head output      un-normalise     clip      to_native      first `execute` actions
+        [N, T, A]  ─────► normalizer ───► [-1, 1] ► gripper range ► each simulator, up to its first done ─► observe once
 
     Un-normalisation and the gripper convention are applied here and nowhere else, so a normalised action cannot reach a
     simulator.
@@ -189,7 +189,8 @@ class SimulatorEnv(EnvBase):
     def to_native(self, chunk: Tensor) -> np.ndarray:
         """Head output ``[N, T, A]`` -> float32 ``[N, execute, A]`` as the simulators take it."""
         actions = self.normalizer.unnormalize_action(chunk[:, : self.schema.execute].detach().float().cpu())
-        return self.schema.to_native(actions).clamp(-1.0, 1.0).numpy()
+        # Clipped first: a gripper that takes [0, 1] must not get -1.
+        return self.schema.to_native(actions.clamp(-1.0, 1.0)).numpy()
 
     def close(self, *, raise_if_closed: bool = True) -> None:
         """Ends every simulator; a later reset starts new ones."""
@@ -418,7 +419,7 @@ def check_tenant_env(env: SimulatorEnv, seed: int = 0, max_chunks: int = 50) -> 
 
     chunk = torch.randn(n, schema.chunk, schema.action_dim, generator=generator)
     internal = chunk[:, : schema.execute] * env.normalizer.action_scale + env.normalizer.action_offset
-    if not np.allclose(env.to_native(chunk), schema.to_native(internal).clamp(-1, 1).numpy(), atol=1e-6):
+    if not np.allclose(env.to_native(chunk), schema.to_native(internal.clamp(-1, 1)).numpy(), atol=1e-6):
         raise ValueError(f"{say}to_native does not un-normalise, convert and clip the action")
 
     td = again

@@ -28,19 +28,31 @@ IDLE_TICK_S = 0.2
 
 @dataclass
 class Lease:
-    """One leased job and its partition. Opaque to Lightning on purpose: ``*-true`` precision would strip a bare
-    TensorDict of its batch size."""
+    """One leased job and its partition."""
 
     job: Job
     meta: BatchMeta
     data: TensorDict
 
-    def to(self, device: torch.device, **kwargs: Any) -> Lease:
-        return Lease(self.job, self.meta, self.data.to(device, **kwargs))
+
+@dataclass
+class LeaseGroup:
+    """What Lightning sees as one batch: a leased job, or several of different tenants that share backbone passes.
+
+    Opaque to Lightning on purpose: ``*-true`` precision would strip a bare TensorDict of its batch size.
+    """
+
+    leases: list[Lease]
+
+    def to(self, device: torch.device, **kwargs: Any) -> LeaseGroup:
+        return LeaseGroup([Lease(lease.job, lease.meta, lease.data.to(device, **kwargs)) for lease in self.leases])
 
 
 class LeaseStream:
     """The next leased job, for ever: ``__iter__`` is called every round and returns the same live stream.
+
+    A job that brings observations instead of features (metadata ``encode``) takes ready jobs of other tenants along
+    that the same backbone passes can serve: one job per tenant, so no tenant's own order changes.
 
     Ends (StopIteration) when the runtime says so: targets met, ``max_jobs``, ``max_time``, a stop signal.
     """
@@ -51,7 +63,7 @@ class LeaseStream:
     def __iter__(self) -> LeaseStream:
         return self
 
-    def __next__(self) -> Lease:
+    def __next__(self) -> LeaseGroup:
         runtime = self.runtime
         while not runtime.finished():
             job = runtime.scheduler.lease_next(
@@ -60,8 +72,25 @@ class LeaseStream:
             runtime.tick()
             lease = None if job is None else runtime.read(job)
             if lease is not None:
-                return lease
+                return LeaseGroup([lease, *self._mates(lease.job)])
         raise StopIteration
+
+    def _mates(self, first: Job) -> list[Lease]:
+        runtime, key, taken, mates = self.runtime, first.metadata.get("encode"), {first.tenant_id}, []
+        while key is not None and len(taken) < runtime.jobs_left():
+            job = runtime.scheduler.lease_next(
+                runtime.actor_versions(),
+                timeout_s=0.0,
+                deadline_s=runtime.lease_deadline_s,
+                where=lambda job: job.metadata.get("encode") == key and job.tenant_id not in taken,
+            )
+            if job is None:
+                break
+            taken.add(job.tenant_id)
+            lease = runtime.read(job)
+            if lease is not None:
+                mates.append(lease)
+        return mates
 
 
 class MultiTenantFitLoop(_FitLoop):

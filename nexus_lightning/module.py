@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import traceback
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, cast
 
 import lightning as L
 import torch
@@ -11,29 +13,47 @@ from lightning.pytorch.core.optimizer import LightningOptimizer
 from tensordict import TensorDict
 from torch import Tensor, nn
 
-from nexus_lightning.backbone import Backbone
+from nexus_lightning.backbone import Backbone, VLAFeature
 from nexus_lightning.checkpoint import read_payload
+from nexus_lightning.features.grouping import EncodeRequest, EncodeStats, encode_together
 from nexus_lightning.objectives import PPOObjective, SFTObjective
+from nexus_lightning.schema import TenantSchema
 from nexus_lightning.tenant import TenantSlot
 
 if TYPE_CHECKING:
-    from nexus_lightning.loop import Lease
+    from nexus_lightning.loop import Lease, LeaseGroup
     from nexus_lightning.runtime import Runtime
-
-#: Rows per backbone pass when a partition brings observations instead of features.
-ENCODE_ROWS = 64
 
 
 class NonFiniteLoss(ArithmeticError):
     """A tenant's loss is NaN or infinite; raised before its optimizer step."""
 
 
+@dataclass
+class _Update:
+    """One tenant's job on its way through :meth:`MultiTenantModule.training_step`."""
+
+    slot: TenantSlot
+    lease: Lease
+    batches: Iterator[TensorDict] = field(default_factory=lambda: iter(()))
+    history: list[dict[str, Tensor]] = field(default_factory=list)
+    failed: bool = False
+
+    def metrics(self) -> dict[str, float]:
+        """Means over the job's optimizer steps."""
+        keys = self.history[0]
+        means = {k: float(torch.stack([step[k].float() for step in self.history]).mean()) for k in keys}
+        assert self.slot.optimizer is not None
+        return {**means, "lr": self.slot.optimizer.param_groups[0]["lr"]}
+
+
 class MultiTenantModule(L.LightningModule):
     """A frozen :class:`Backbone` and a ModuleDict of tenant heads, each with its own optimizer.
 
-    One Lightning "batch" is a :class:`~nexus_lightning.loop.Lease`: one training job of one tenant. Manual
-    optimization; only the leased tenant's parameters, optimizer, schedule and random state change. A tenant that raises
-    or whose loss is not finite is quarantined with its reason and the run goes on with the others.
+    One Lightning "batch" is a :class:`~nexus_lightning.loop.LeaseGroup`: one training job of one tenant, or one job
+    each of several tenants whose minibatches share backbone passes. Manual optimization; only the leased tenants'
+    parameters, optimizers, schedules and random states change, each by its own loss. A tenant that raises or whose loss
+    is not finite is quarantined with its reason and the run goes on with the others.
 
     The backbone stays in eval mode, without gradients, and is left out of ``state_dict`` and of every checkpoint.
     """
@@ -48,72 +68,128 @@ class MultiTenantModule(L.LightningModule):
         self.normalizers = nn.ModuleDict({name: slot.normalizer for name, slot in slots.items()})
         self.objectives = {name: build_objective(slot) for name, slot in slots.items()}
         self.runtime: Runtime | None = None  # set by the trainer
-        self.backbone_rows = 0  # observations encoded by the actor (the reader and the server count their own)
+        self.encode_stats = EncodeStats()  # what the actor encoded (the reader and the server count their own)
         self._restored: dict[str, Any] | None = None
 
     # ------------------------------------------------------------------------------------------------- training
 
-    def training_step(self, lease: Lease, batch_idx: int) -> None:
-        """lease -> features -> loss -> backward -> that tenant's step -> publish -> log -> complete."""
+    def training_step(self, group: LeaseGroup, batch_idx: int) -> None:
+        """leases -> features -> loss -> backward -> each tenant's step -> publish -> log -> complete."""
         del batch_idx
         assert self.runtime is not None
-        slot = self.slots[lease.job.tenant_id]
         start_s = self.runtime.events.now()
+        updates = [_Update(self.slots[lease.job.tenant_id], lease) for lease in group.leases]
+        for update in updates:
+            self._guarded(update, self._prepare)
+        while batches := self._next_batches(updates):
+            self._encode_batches(batches)
+            for update, batch in batches:
+                self._guarded(update, self._step, batch)
+        done = [update for update in updates if not update.failed]
+        for update in done:
+            self._guarded(update, self._finish)
+        rows = {update.slot.name: update.lease.job.sample_count for update in done}
+        kind = group.leases[0].job.task_type
+        if rows:
+            self.runtime.events.span("actor", rows, start_s, self.runtime.events.now(), kind=kind)
+        for update in done:
+            if not update.failed:
+                padding = {"padding_share": self.encode_stats.padding_share} if self.encode_stats.calls else {}
+                self.runtime.complete(update.slot, update.lease, update.metrics() | padding)
+
+    def _guarded(self, update: _Update, action: Callable[..., Any], *args: Any) -> Any:
+        """Run one tenant's part; what it raises takes that tenant out of the run and nobody else."""
+        if update.failed:
+            return None
         try:
-            metrics = self._update(slot, lease.data)
-            self._finish(slot, lease)
-            self.runtime.publish(slot)
+            return action(update, *args)
         except Exception as error:
-            self.runtime.quarantine(slot.name, f"{type(error).__name__}: {error}", traceback.format_exc())
+            assert self.runtime is not None
+            update.failed = True
+            self.runtime.quarantine(update.slot.name, f"{type(error).__name__}: {error}", traceback.format_exc())
+            return None
+
+    def _prepare(self, update: _Update) -> None:
+        objective, data = self.objectives[update.slot.name], update.lease.data
+        if objective.encode_whole_job and "features" not in data.keys():
+            data = self._with_features([(update.slot, data)])[0]
+        update.slot.head.train()
+        update.batches = iter(objective.minibatches(data))
+
+    def _next_batches(self, updates: list[_Update]) -> list[tuple[_Update, TensorDict]]:
+        """The next minibatch of every tenant that still has one (drawn inside its random stream)."""
+
+        def advance(update: _Update) -> TensorDict | None:
+            with update.slot.rng.scope():
+                return next(update.batches, None)
+
+        drawn = [(update, self._guarded(update, advance)) for update in updates]
+        return [(update, batch) for update, batch in drawn if batch is not None]
+
+    def _encode_batches(self, batches: list[tuple[_Update, TensorDict]]) -> None:
+        """Minibatches that bring observations get their features, all tenants' together (in place in ``batches``)."""
+        raw = [i for i, (_, batch) in enumerate(batches) if "features" not in batch.keys()]
+        if not raw:
             return
-        end_s = self.runtime.events.now()
-        self.runtime.events.span("actor", {slot.name: lease.job.sample_count}, start_s, end_s, kind=lease.job.task_type)
-        self.runtime.complete(slot, lease, metrics)
+        try:
+            encoded = self._with_features([(batches[i][0].slot, batches[i][1]) for i in raw])
+        except Exception:  # one tenant's rows are bad: find out whose
+            for i in raw:
+                update, batch = batches[i]
+                alone = self._guarded(update, lambda u, b: self._with_features([(u.slot, b)])[0], batch)
+                batches[i] = (update, batch if alone is None else alone)
+            return
+        for i, batch in zip(raw, encoded, strict=True):
+            batches[i] = (batches[i][0], batch)
 
-    def _update(self, slot: TenantSlot, data: TensorDict) -> dict[str, float]:
-        """All optimizer steps of one job; returns the metrics' means over its steps."""
-        objective = self.objectives[slot.name]
+    def _step(self, update: _Update, batch: TensorDict) -> None:
+        """One optimizer step of one tenant."""
+        slot = update.slot
         optimizer = self._lightning_optimizer(slot)
-        data = self._with_features(slot, data)
-        history: list[dict[str, Tensor]] = []
-        slot.head.train()
         with slot.rng.scope():
-            for batch in objective.minibatches(data):
-                losses = objective.loss(_full_precision(batch), slot.jobs_completed)
-                loss = losses["loss"]
-                if not bool(torch.isfinite(loss.detach()).all()):
-                    where = f"tenant {slot.name!r}, optimizer step {slot.optimizer_steps}"
-                    raise NonFiniteLoss(f"{where}: loss is {float(loss.detach())}")
-                optimizer.zero_grad()
-                self.manual_backward(loss)
-                if slot.grad_clip_norm is not None:
-                    self.clip_gradients(optimizer.optimizer, slot.grad_clip_norm, "norm")
-                optimizer.step()
-                assert slot.scheduler is not None
-                slot.scheduler.step()
-                slot.optimizer_steps += 1
-                history.append({k: v.detach() for k, v in losses.items()})
-        means = {k: float(torch.stack([h[k].float() for h in history]).mean()) for k in history[0]}
-        assert slot.optimizer is not None
-        return {**means, "lr": slot.optimizer.param_groups[0]["lr"]}
+            losses = self.objectives[slot.name].loss(_full_precision(batch), slot.jobs_completed)
+            loss = losses["loss"]
+            if not bool(torch.isfinite(loss.detach()).all()):
+                where = f"tenant {slot.name!r}, optimizer step {slot.optimizer_steps}"
+                raise NonFiniteLoss(f"{where}: loss is {float(loss.detach())}")
+            optimizer.zero_grad()
+            self.manual_backward(loss)
+            if slot.grad_clip_norm is not None:
+                self.clip_gradients(optimizer.optimizer, slot.grad_clip_norm, "norm")
+            optimizer.step()
+        assert slot.scheduler is not None
+        slot.scheduler.step()
+        if slot.ema is not None:
+            slot.ema.update_parameters(slot.head)
+        slot.optimizer_steps += 1
+        update.history.append({k: v.detach() for k, v in losses.items()})
 
-    def _finish(self, slot: TenantSlot, lease: Lease) -> None:
+    def _finish(self, update: _Update) -> None:
+        slot = update.slot
         slot.policy_version += 1
         slot.jobs_completed += 1
-        slot.cursor = max(slot.cursor, int(lease.job.metadata["cursor"]))
+        slot.cursor = max(slot.cursor, int(update.lease.job.metadata["cursor"]))
+        assert self.runtime is not None
+        self.runtime.publish(slot)
 
-    def _with_features(self, slot: TenantSlot, data: TensorDict) -> TensorDict:
-        """Encode a rollout's observations once for the whole job; demonstrations bring their features along."""
-        if "features" in data.keys():
-            return data
-        parts = []
-        for rows in data.split(ENCODE_ROWS):
-            parts.append(self.backbone(rows["observation"], list(rows["language_instruction"]), slot.spec.schema))
-        self.backbone_rows += len(data)
-        data = data.exclude("language_instruction")
-        data["features"] = torch.cat(parts)
-        data["state"] = data["observation", "state"]
-        return data
+    def _with_features(self, parts: list[tuple[TenantSlot, TensorDict]]) -> list[TensorDict]:
+        """Rows with ``observation`` and ``language_instruction`` -> rows with ``features`` and ``state``."""
+        requests = [
+            EncodeRequest(
+                data["observation"], list(data["language_instruction"]), slot.spec.schema, slot.head.feature_spec
+            )
+            for slot, data in parts
+        ]
+        encoded = []
+        for (slot, data), features in zip(
+            parts, encode_together(self.backbone, requests, self.encode_stats), strict=True
+        ):
+            if self.runtime is not None:
+                self.runtime.passes[slot.name].add(encoded=len(data))
+            rows = data.exclude("language_instruction", "observation")
+            rows["features"], rows["state"] = features, data["observation", "state"]
+            encoded.append(rows)
+        return encoded
 
     def _lightning_optimizer(self, slot: TenantSlot) -> LightningOptimizer:
         optimizers = self.optimizers()
@@ -159,8 +235,11 @@ class MultiTenantModule(L.LightningModule):
             if entry is None:  # a tenant that was not in the interrupted run starts fresh
                 continue
             payload = read_payload(self.runtime.run_dir / entry)
-            if payload.manifest["signature"] != slot.spec.schema.signature:
-                raise ValueError(f"tenant {name!r}: the checkpoint's schema differs from the configured one")
+            changed = TenantSchema(**payload.manifest["schema"]).differences(slot.spec.schema)
+            if changed:
+                raise ValueError(
+                    f"tenant {name!r}: the checkpoint's schema differs from the configured one in {'; '.join(changed)}"
+                )
             slot.load_tensors(payload.tensors)
             assert payload.rng is not None
             slot.load_state(payload.state, payload.optimizer, payload.rng)
@@ -177,8 +256,8 @@ def build_objective(slot: TenantSlot) -> SFTObjective | PPOObjective:
 
 
 def _full_precision(batch: TensorDict) -> TensorDict:
-    """Cached features are stored compactly; heads see float32."""
-    features = batch.get("features").apply(lambda v: v.float() if v.dtype == torch.float16 else v)
+    """Features are stored compactly or in the backbone's dtype; heads see float32."""
+    features = cast(VLAFeature, batch.get("features"))
     batch = batch.copy()
-    batch["features"] = features
+    batch["features"] = features.for_head()
     return batch

@@ -15,7 +15,7 @@ from torch import Tensor
 from nexus_lightning.backbone import Backbone, check_observation
 from nexus_lightning.checkpoint import MANIFEST_KEYS, read_payload, resolve_payload, write_payload
 from nexus_lightning.config import TenantConfig, tenant_from_dict
-from nexus_lightning.schema import TenantSchema
+from nexus_lightning.schema import Normalizer, TenantSchema
 from nexus_lightning.tenant import TenantSlot, TenantSpec, build_slot
 
 
@@ -53,9 +53,10 @@ class Policy:
             ``[B, T, A]`` float32, un-normalised, native gripper sign.
         """
         check_observation(observation, self.schema)
-        features = self.backbone(observation, instructions, self.schema)
+        spec = self.slot.head.feature_spec
+        features = self.backbone(observation, instructions, self.schema, (spec.kind,)).select(spec).for_head()
         state = self.slot.normalizer.normalize_state(observation["state"])
-        chunk = self.slot.head.act(features, state)["chunk"]
+        chunk = self.slot.serving_head.act(features, state)["chunk"]
         return self.schema.to_native(self.slot.normalizer.unnormalize_action(chunk))
 
 
@@ -85,7 +86,7 @@ def load_policy(path: str | Path, backbone: Backbone | None = None) -> Policy:
         raise ValueError(f"payload {payload.path}: its schema does not match its signature; the manifest was edited")
     slot = build_slot(spec, backbone)
     slot.load_tensors(payload.tensors)
-    slot.head.eval()
+    slot.serving_head.eval()
     slot.policy_version = manifest["policy_version"]
     return Policy(backbone, slot, manifest, payload.path)
 
@@ -93,10 +94,19 @@ def load_policy(path: str | Path, backbone: Backbone | None = None) -> Policy:
 def export_policy(path: str | Path, out: str | Path) -> Path:
     """Copy a payload without its optimizer, schedule and random state: what serving needs and no more.
 
+    The folder ``processors`` in it holds the normalisation as LeRobot's own pipelines
+    (``DataProcessorPipeline.from_pretrained`` loads them).
+
     Returns:
         ``<out>/<tenant>/v<version>``, written atomically and verified like any payload.
     """
+    from nexus_lightning.processors import processor_files  # imports LeRobot, which takes seconds
+
     payload = read_payload(resolve_payload(Path(path)))
+    schema = TenantSchema(**payload.manifest["schema"])
+    normalizer = Normalizer(schema)
+    prefix = "normalizer."
+    normalizer.load_state_dict({k.removeprefix(prefix): v for k, v in payload.tensors.items() if k.startswith(prefix)})
     keep = {*MANIFEST_KEYS, "backbone", "seed", "normalization"}
     return write_payload(
         Path(out),
@@ -106,4 +116,5 @@ def export_policy(path: str | Path, out: str | Path) -> Path:
         optimizer={"state": {}, "param_groups": []},
         state={"exported_from": payload.manifest["created"]},
         manifest={k: v for k, v in payload.manifest.items() if k in keep},
+        extra=processor_files(normalizer, schema),
     )

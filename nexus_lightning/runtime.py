@@ -14,6 +14,8 @@ from nexus_lightning.backbone import Backbone
 from nexus_lightning.checkpoint import write_payload
 from nexus_lightning.config import NexusConfig, dataset_root
 from nexus_lightning.environment import SimulatorEnv
+from nexus_lightning.features.reuse import PassCounter, plan_reuse
+from nexus_lightning.features.store import FeatureStore
 from nexus_lightning.loop import Lease
 from nexus_lightning.monitoring.events import EventLog
 from nexus_lightning.monitoring.progress import RunStatus, TenantStatus
@@ -76,6 +78,13 @@ class Runtime:
                 n: TenantStatus(task=s.spec.config.task, target=s.spec.config.target_jobs) for n, s in slots.items()
             }
         )
+        store = config.feature_store
+        folder = Path(store.folder) if store.folder is not None else Path(config.data_dir) / "features"
+        self.store = FeatureStore(folder if store.store == "disk" else None, int(store.budget_gb * 1e9))
+        self.passes = {name: PassCounter() for name in slots}
+        budget = int(config.queues.training.max_gb_per_tenant * 1e9)
+        rl = {name: slot for name, slot in slots.items() if slot.spec.config.task == "rl"}
+        self.reuse = {name: plan_reuse(slot, backbone, budget) for name, slot in rl.items()}
         self.producers: list[Producer] = []
         self.evaluators: dict[str, Evaluator] = {}
         self.readers: dict[str, DemonstrationReader] = {}
@@ -141,6 +150,8 @@ class Runtime:
                     self._on_rollout,
                     self.events.now,
                     self.lease_deadline_s,
+                    self.reuse[slot.name].reuse,
+                    self.passes[slot.name],
                 )
             )
             return producers
@@ -148,13 +159,31 @@ class Runtime:
         dataset = self.datasets.pop(slot.name, None)
         if dataset is None:
             dataset = open_dataset(config.dataset, slot.spec.schema, dataset_root(config, self.config.data_dir))
-        reader = self.readers[slot.name] = DemonstrationReader(dataset, config.dataset, slot.spec.schema, self.backbone)
+        reader = self.readers[slot.name] = DemonstrationReader(
+            dataset,
+            config.dataset,
+            slot.spec.schema,
+            self.backbone,
+            slot.head.feature_spec,
+            None if config.features.reuse == "never" else self.store,
+            self.passes[slot.name],
+        )
         status = self.status.tenants[slot.name]
 
         def on_progress(text: str) -> None:
             status.state = text or "running"
 
-        producers.append(DemonstrationProducer(slot, reader, self.scheduler, self.queue, self.quarantine, on_progress))
+        producers.append(
+            DemonstrationProducer(
+                slot,
+                reader,
+                self.scheduler,
+                self.queue,
+                self.quarantine,
+                on_progress,
+                warm_up=config.features.warm_up,
+            )
+        )
         if evaluator is not None:
             producers.append(EvaluationProducer(evaluator, self.quarantine))
         return producers
@@ -259,6 +288,11 @@ class Runtime:
             return True
         return bool(self.producers) and self.scheduler.targets_met()
 
+    def jobs_left(self) -> float:
+        """How many jobs may still be leased before ``trainer.max_jobs`` is reached."""
+        limit = self.config.trainer.max_jobs
+        return float("inf") if limit is None else limit - self.job_index
+
     def tick(self) -> None:
         """Refresh what the progress bar shows (queue depths); cheap."""
         counts = self.scheduler.counts()
@@ -274,6 +308,7 @@ class Runtime:
     def read(self, job: Job) -> Lease | None:
         """The columns of a leased job that its objective reads (views, no copy); None when it was ended meanwhile."""
         fields = OBJECTIVE_FIELDS[job.task_type]
+        fields += ("features", "state") if job.metadata["features"] else ("observation", "language_instruction")
         self.queue.release(job.partition_id, "train")  # rows that an expired lease had handed out
         try:
             meta = self.queue.get_meta(fields, None, job.partition_id, "train")
@@ -286,7 +321,7 @@ class Runtime:
 
     def publish(self, slot: TenantSlot) -> None:
         """Hand the tenant's head to the inference queue under its policy version (digest compared there)."""
-        self.served.publish(slot.name, slot.policy_version, slot.head, slot.normalizer, slot.spec.schema)
+        self.served.publish(slot.name, slot.policy_version, slot.serving_head, slot.normalizer, slot.spec.schema)
 
     def complete(self, slot: TenantSlot, lease: Lease, metrics: dict[str, float]) -> None:
         """After publication: end the job, log, ask for an evaluation when one is due."""
@@ -304,7 +339,8 @@ class Runtime:
         staleness = {}
         if job.behavior_policy_version is not None:
             staleness["staleness"] = float(slot.policy_version - 1 - job.behavior_policy_version)
-        self.log(slot.name, "train", {**metrics, **staleness})
+        passes = {"backbone_passes_per_observation": self.passes[slot.name].passes_per_observation}
+        self.log(slot.name, "train", {**metrics, **staleness, **passes})
         evaluator = self.evaluators.get(slot.name)
         if evaluator is None:
             return
@@ -358,9 +394,18 @@ class Runtime:
                 manifest=slot.manifest(self.config.backbone, self.fingerprint),
                 keep=self.config.trainer.keep_payloads,
                 pinned=[self._saved_versions[name]] if name in self._saved_versions else [],
+                extra=self._processor_files(slot),
             )
             self._saved[name] = str(path.relative_to(self.run_dir))
             self._saved_versions[name] = slot.policy_version
+
+    def _processor_files(self, slot: TenantSlot) -> dict[str, bytes]:
+        """LeRobot's form of the normalisation, for tenants with a LeRobotDataset (others never load LeRobot)."""
+        if slot.spec.config.dataset is None:
+            return {}
+        from nexus_lightning.processors import processor_files
+
+        return processor_files(slot.normalizer, slot.spec.schema)
 
     def checkpoint_state(self) -> dict[str, Any]:
         """What Lightning's checkpoint says about the tenants (JSON-able; tensors are in the payloads)."""

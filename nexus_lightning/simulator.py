@@ -90,8 +90,10 @@ class Simulator:
         (1.0, True, [True, True, False, False])
     """
 
-    #: Native sign of the gripper action: ``open_positive``, ``close_positive`` or ``none``.
+    #: Native gripper command, see ``TenantSchema.gripper``: ``open_positive``, ``close_positive``, ``none`` ...
     gripper: ClassVar[str]
+    #: Orientation of the images that :meth:`observe` gives, see ``TenantSchema.image_orientation``.
+    image_orientation: ClassVar[str] = "upright"
     #: Packages it imports -> the extra of this project that installs them; missing ones are reported before a run.
     requires: ClassVar[dict[str, str]] = {}
 

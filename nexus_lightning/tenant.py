@@ -12,15 +12,16 @@ import itertools
 import math
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import torch
 from hydra.utils import get_class
-from torch import Tensor
+from torch import Tensor, nn
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
-from nexus_lightning.backbone import Backbone
+from nexus_lightning.backbone import Backbone, SharedBackbone
 from nexus_lightning.config import TenantConfig, schema_of, split_head
-from nexus_lightning.head import ActionHead
+from nexus_lightning.head import ActionHead, choose_kind
 from nexus_lightning.schema import NormalizationStats, Normalizer, TenantSchema
 
 _registrations = itertools.count()
@@ -86,6 +87,18 @@ class TenantSlot:
     cursor: int = 0  # next training job's index in the tenant's data stream; jobs before it are trained
     quarantined: str | None = None  # the reason, once a failure has taken the tenant out of the run
     evaluations: list[dict[str, Any]] = field(default_factory=list)
+    ema: AveragedModel | None = None  # running average of the head's weights (head.ema_decay)
+
+    def __post_init__(self) -> None:
+        decay = split_head(self.spec.config.head)[2].get("ema_decay")
+        if decay is not None:
+            average = get_ema_multi_avg_fn(float(decay))
+            self.ema = AveragedModel(self.head, multi_avg_fn=average, use_buffers=True).requires_grad_(False)
+
+    @property
+    def serving_head(self) -> ActionHead:
+        """What is published, evaluated and exported: the averaged head where there is one, else the trained one."""
+        return self.head if self.ema is None else cast(ActionHead, self.ema.module)
 
     @property
     def name(self) -> str:
@@ -140,17 +153,30 @@ class TenantSlot:
     # ------------------------------------------------------------------------------------------- payload
 
     def tensors(self) -> dict[str, Tensor]:
-        """Head and normaliser tensors under ``head.`` / ``normalizer.`` (what a payload holds)."""
-        return {
-            **{f"head.{k}": v for k, v in self.head.state_dict().items()},
-            **{f"normalizer.{k}": v for k, v in self.normalizer.state_dict().items()},
-        }
+        """Tensors of head, normaliser and average under ``head.`` / ``normalizer.`` / ``ema.``: a payload's content."""
+        return {f"{prefix}.{k}": v for prefix, module in self._parts() for k, v in module.state_dict().items()}
 
     def load_tensors(self, tensors: dict[str, Tensor]) -> None:
         """Inverse of :meth:`tensors`; missing or unexpected names are errors."""
-        for prefix, module in (("head.", self.head), ("normalizer.", self.normalizer)):
-            part = {k.removeprefix(prefix): v for k, v in tensors.items() if k.startswith(prefix)}
+        for prefix, module in self._parts():
+            part = {k.removeprefix(f"{prefix}."): v for k, v in tensors.items() if k.startswith(f"{prefix}.")}
             module.load_state_dict(part, strict=True)
+
+    def start_from(self, tensors: dict[str, Tensor]) -> None:
+        """Begin with another payload's policy: its average where it has one, which also starts this slot's own."""
+        served = {k.removeprefix("ema.module."): v for k, v in tensors.items() if k.startswith("ema.module.")}
+        if served:
+            tensors = {k: v for k, v in tensors.items() if k.startswith("normalizer.")}
+            tensors |= {f"head.{k}": v for k, v in served.items()}
+        if self.ema is not None:
+            head = {k.removeprefix("head."): v for k, v in tensors.items() if k.startswith("head.")}
+            tensors = {**tensors, "ema.n_averaged": torch.zeros((), dtype=torch.long)}
+            tensors |= {f"ema.module.{k}": v for k, v in head.items()}
+        self.load_tensors(tensors)
+
+    def _parts(self) -> list[tuple[str, nn.Module]]:
+        parts: list[tuple[str, nn.Module]] = [("head", self.head), ("normalizer", self.normalizer)]
+        return parts if self.ema is None else [*parts, ("ema", self.ema)]
 
     def state(self) -> dict[str, Any]:
         """JSON-able counters and schedule."""
@@ -192,13 +218,16 @@ class TenantSlot:
 
 def build_head(config: TenantConfig, schema: TenantSchema, backbone: Backbone, seed: int) -> ActionHead:
     """The tenant's head, initialised from its own seed whatever was built before it."""
-    target, arguments, _ = split_head(config.head)
+    target, arguments, settings = split_head(config.head)
+    cls = get_class(target)
+    if not issubclass(cls, ActionHead):
+        raise TypeError(f"{target} is not an ActionHead; subclass nexus_lightning.head.ActionHead")
+    kind = choose_kind(cls.reads, backbone.kinds, settings.get("kind"))
+    if cls.continues_backbone:
+        arguments["backbone"] = SharedBackbone(backbone)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        head = get_class(target)(feature_spec=backbone.feature_spec(schema), schema=schema, **arguments)
-    if not isinstance(head, ActionHead):
-        raise TypeError(f"{target} is not an ActionHead; subclass nexus_lightning.head.ActionHead")
-    return head
+        return cls(feature_spec=backbone.feature_spec(schema, kind), schema=schema, **arguments)
 
 
 def build_slot(

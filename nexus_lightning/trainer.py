@@ -32,6 +32,7 @@ from nexus_lightning.config import (
 )
 from nexus_lightning.demonstrations import record_demonstrations
 from nexus_lightning.loop import LeaseStream, MultiTenantFitLoop
+from nexus_lightning.memory import Admission, estimate, estimate_table, free_bytes, gigabytes, head_memory
 from nexus_lightning.module import MultiTenantModule
 from nexus_lightning.monitoring.banner import banner
 from nexus_lightning.monitoring.loggers import close_loggers, logger_problems, make_loggers
@@ -39,6 +40,7 @@ from nexus_lightning.monitoring.progress import NexusProgressBar
 from nexus_lightning.monitoring.report import summary_table, write_report, write_summary
 from nexus_lightning.producers.demonstrations import dataset_stats, open_dataset
 from nexus_lightning.runtime import Runtime
+from nexus_lightning.schema import TenantSchema
 from nexus_lightning.tenant import TenantSlot, TenantSpec, build_slot
 
 LAST_CHECKPOINT = Path("checkpoints") / "last.ckpt"
@@ -160,7 +162,8 @@ def train(config: NexusConfig, backbone: Backbone | None = None, link_latest: bo
         link_latest: let ``<output_dir>/latest`` point to this run.
 
     Returns:
-        The summary (what ``summary.json`` holds) with ``run_dir``.
+        The summary (what ``summary.json`` holds) with ``run_dir``; under ``trainer.dry_run`` only the memory
+        ``estimate``: nothing is loaded, recorded or written.
 
     Raises:
         ConfigError: anything wrong with the configuration, before anything is built.
@@ -168,6 +171,10 @@ def train(config: NexusConfig, backbone: Backbone | None = None, link_latest: bo
     validate(config)
     if problems := logger_problems(config.logger):
         raise ConfigError(problems)
+    if config.trainer.dry_run:
+        figures = estimate(config, backbone)
+        print(estimate_table(figures, free_bytes(torch.device("cpu"))), flush=True)
+        return {"estimate": figures, "tenants": {}}
     run_dir, ckpt_path = resolve_run(config)
     if config.placement.torch_threads is not None:
         torch.set_num_threads(config.placement.torch_threads)
@@ -312,13 +319,15 @@ def build_slots(
 ) -> tuple[dict[str, TenantSlot], dict[str, Any]]:
     """Every tenant's slot, in the order of the configuration, and the datasets opened for their statistics."""
     slots, datasets = {}, {}
+    admission = Admission(free_bytes(backbone.device))
     for name, tenant in config.tenants.items():
         spec = TenantSpec.compile(name, tenant, config.seed)
         stats = (None, None)
         if tenant.dataset is not None:
             datasets[name] = open_dataset(tenant.dataset, spec.schema, dataset_root(tenant, config.data_dir))
-            stats = dataset_stats(datasets[name], spec.schema)
+            stats = dataset_stats(datasets[name], tenant.dataset, spec.schema)
         slot = build_slot(spec, backbone, *stats)
+        admission.admit(name, head_memory(slot.head, ema=slot.ema is not None).total_bytes)
         if name in payloads:
             load_start(slot, payloads[name], backbone)
         slots[name] = slot
@@ -333,17 +342,12 @@ def load_start(slot: TenantSlot, path: Path, backbone: Backbone) -> None:
     """
     payload = read_payload(path)
     where = f"tenants.{slot.name}.init_from: payload {path}"
-    if payload.manifest["signature"] != slot.spec.schema.signature:
-        theirs, ours = payload.manifest["schema"], asdict(slot.spec.schema)
-        changed = [k for k in ours if list_or_value(theirs.get(k)) != list_or_value(ours[k])]
-        raise ValueError(f"{where} has another schema; it differs in {', '.join(changed)}")
+    changed = TenantSchema(**payload.manifest["schema"]).differences(slot.spec.schema)
+    if changed:
+        raise ValueError(f"{where} has another schema; it differs in {'; '.join(changed)}")
     if payload.manifest["backbone_fingerprint"] != backbone.fingerprint:
         raise ValueError(f"{where} was trained on another backbone; set the backbone it names in its manifest.json")
-    slot.load_tensors(payload.tensors)
-
-
-def list_or_value(value: Any) -> Any:
-    return list(value) if isinstance(value, tuple) else value
+    slot.start_from(payload.tensors)
 
 
 def _banner(
@@ -357,6 +361,7 @@ def _banner(
     tenants = []
     for slot in slots.values():
         tenant = slot.spec.config
+        memory = head_memory(slot.head, ema=slot.ema is not None)
         source = tenant.dataset.repo_id if tenant.dataset is not None else ""
         if tenant.task == "rl" and tenant.environment is not None:
             simulator = tenant.environment.simulator
@@ -366,7 +371,8 @@ def _banner(
                 "name": slot.name,
                 "task": tenant.task,
                 "head": split_head(tenant.head)[0].rsplit(".", 1)[-1],
-                "trainable_parameters": sum(p.numel() for p in slot.head.parameters()),
+                "trainable_parameters": memory.parameters,
+                "memory": gigabytes(memory.total_bytes),
                 "state_dim": slot.spec.schema.state_dim,
                 "action_dim": slot.spec.schema.action_dim,
                 "chunk": slot.spec.schema.chunk,
@@ -396,6 +402,10 @@ def _banner(
             "inference batch": config.queues.inference.max_batch_size,
             "wait": f"{config.queues.inference.timeout_s * 1e3:g} ms",
             "training": f"{config.queues.training.max_gb_per_tenant:g} GB per tenant",
+        },
+        features={
+            name: f"{'reused by training' if plan.reuse else 'computed again for training'} ({plan.reason})"
+            for name, plan in runtime.reuse.items()
         },
         resumed_from=None if ckpt_path is None else str(ckpt_path),
     )
@@ -427,8 +437,15 @@ def _summary(runtime: Runtime, module: MultiTenantModule) -> dict[str, Any]:
         "utilisation": runtime.events.utilisation(),
         "interrupted": runtime.interrupted,
         "backbone_rows": {
-            "actor": module.backbone_rows,
-            "demonstrations": {name: reader.passes for name, reader in runtime.readers.items()},
+            "actor": module.encode_stats.rows,
+            "actor_calls": module.encode_stats.calls,
+            "demonstrations": {
+                name: reader.entry.computed_rows if reader.entry is not None else 0
+                for name, reader in runtime.readers.items()
+            },
+        },
+        "backbone_passes_per_observation": {
+            name: counter.passes_per_observation for name, counter in runtime.passes.items()
         },
     }
     write_summary(runtime.run_dir, **summary)

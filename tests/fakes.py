@@ -22,11 +22,12 @@ class FakeBackbone(Backbone):
         self.calls = 0
         self.freeze()
 
-    def feature_spec(self, schema):
+    def feature_spec(self, schema, kind="tokens"):
         segments = [FeatureSegment(f"image_{c}", self.dim, (2, 2)) for c in schema.cameras]
-        return FeatureSpec("tokens", (*segments, FeatureSegment("text", self.dim)), self.dim)
+        segments = (*segments, FeatureSegment("text", self.dim)) if kind == "tokens" else ()
+        return FeatureSpec(kind, segments, self.dim)
 
-    def preprocess(self, observation, instructions, schema):
+    def preprocess(self, observation, instructions, schema, kinds=("tokens",)):
         check_observation(observation, schema)
         longest = max(len(text.encode()) for text in instructions)
         ids = torch.zeros(len(instructions), longest, dtype=torch.long)
@@ -40,7 +41,7 @@ class FakeBackbone(Backbone):
             inputs["image", camera] = pooled.flatten(2).transpose(1, 2)
         return inputs
 
-    def encode(self, inputs):
+    def encode(self, inputs, kinds=("tokens",)):
         self.calls += 1
         images = inputs.get("image", None)
         tokens = {} if images is None else {f"image_{c}": v @ self.colour for c, v in images.items()}

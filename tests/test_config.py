@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+from example_head import LinearChunkHead
 from hydra.errors import ConfigCompositionException
 
 from nexus_lightning.config import ConfigError, NexusConfig, split_head, validate
@@ -137,8 +138,8 @@ def test_bad_tenant_values(compose, key, value, expected):
 
 
 def test_rl_refuses_a_head_without_log_probs(compose):
-    config = compose("+tenants=[toy]", "tenants.toy.head=flow_matching")
-    config.tenants["toy"].head["lr_schedule"] = "constant"
+    config = compose("+tenants=[toy]")
+    config.tenants["toy"].head = {"_target_": "example_head.LinearChunkHead", "lr": 1e-3}
     assert "has no log-probabilities" in problems(config)
 
 
@@ -163,3 +164,24 @@ def test_changing_what_is_recorded_changes_its_folder_and_nothing_else_does(comp
         return dataset_root(compose("+tenants=[toy_sft]", *overrides).tenants["toy_sft"], "data")
 
     assert root() == root("tenants.toy_sft.head.lr=1") != root("tenants.toy_sft.dataset.record.episodes=7")
+
+
+def test_head_and_backbone_must_share_a_feature_kind(compose):
+    config = compose("+tenants=[toy_sft]")
+    config.tenants["toy_sft"].head["kind"] = "kv"
+    assert "tenants.toy_sft.head on backbone EffNetMiniLM: kind='kv'" in problems(config)
+    config.tenants["toy_sft"].head = {"_target_": "test_config.KVHead", "lr": 1e-3}
+    text = problems(config)
+    assert "tenants.toy_sft.head=KVHead on backbone EffNetMiniLM: the head reads kv" in text
+    assert "choose another head or backbone" in text
+
+
+class KVHead(LinearChunkHead):
+    reads = ("kv",)
+
+
+def test_an_average_is_for_supervised_tenants(compose):
+    config = compose("+tenants=[toy]", "+tenants.toy.head.ema_decay=0.9")
+    assert "tenants.toy.head.ema_decay=0.9: task rl must act with the weights it trains" in problems(config)
+    config = compose("+tenants=[toy_sft]", "+tenants.toy_sft.head.ema_decay=1.5")
+    assert "tenants.toy_sft.head.ema_decay=1.5: must lie between 0 and 1" in problems(config)

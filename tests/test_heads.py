@@ -14,7 +14,7 @@ from models.heads.flow_matching import FlowMatchingHead
 from models.heads.mlp import LOG_STD_RANGE, ChunkMLPHead
 from nexus_lightning.backbone import FeatureSegment, FeatureSpec
 from nexus_lightning.checks import check_head, example_spec, random_features
-from nexus_lightning.head import ActionHead
+from nexus_lightning.head import ActionHead, choose_kind
 from nexus_lightning.schema import TenantSchema
 from tests.example_head import LinearChunkHead
 
@@ -43,9 +43,7 @@ def test_the_checker_also_takes_an_instance():
     assert all(torch.equal(before[name], value) for name, value in head.state_dict().items())
 
 
-@pytest.mark.parametrize(
-    ("name", "steps", "lr"), [("mlp", 200, 2e-3), ("mlp_tanh_l2", 200, 2e-3), ("flow_xs", 150, 3e-3)]
-)
+@pytest.mark.parametrize(("name", "steps", "lr"), [("mlp", 200, 2e-3), ("mlp_tanh_l2", 200, 2e-3)])
 def test_head_overfits_four_samples(name, steps, lr):
     torch.manual_seed(0)
     spec = example_spec(SCHEMA)
@@ -61,9 +59,6 @@ def test_head_overfits_four_samples(name, steps, lr):
         optimizer.step()
         losses.append(loss.item())
     assert sum(losses[-20:]) / 20 < losses[0] / 10
-    if name == "flow_xs":
-        chunk = head.eval().act(features, state, torch.randn(4, 5, 3))["chunk"]
-        assert (chunk - actions).abs().mean() < 0.25
 
 
 @pytest.mark.parametrize("name", ["mlp", "flow_xs", "example"])
@@ -136,16 +131,19 @@ def test_keypoints_find_a_bright_cell():
 def test_flow_starts_from_the_given_noise():
     spec = example_spec(SCHEMA)
     head = FlowMatchingHead(spec, SCHEMA, size="XS").eval()
-    features, state, noise = random_features(spec, 2), torch.randn(2, 4), torch.randn(2, 5, 3)
-    # The zero-initialised output layer gives velocity 0: the chunk is the start of the flow.
-    assert torch.equal(head.act(features, state, noise)["chunk"], noise)
+    features, state = random_features(spec, 2), torch.randn(2, 4)
+    noise = torch.zeros(2, *head.noise_shape)
+    noise[:, 0] = torch.randn(2, 5, 3)
+    # The zero-initialised output layer gives velocity 0: only the drift of the stochastic steps, -a^2 x / 2, is left.
+    shrunk = noise[:, 0] * (1 - head.sde_noise**2 / 2 / head.num_steps) ** head.num_steps
+    torch.testing.assert_close(head.act(features, state, noise)["chunk"], shrunk)
     assert torch.equal(head.act(features, state)["chunk"], torch.zeros(2, 5, 3))
 
 
 def test_flow_pools_grids():
     spec = FeatureSpec("tokens", (FeatureSegment("image_front", 6, (16, 16)),), 6)
     head = FlowMatchingHead(spec, SCHEMA, size="XS", pool_grid=8)
-    context, mask = head.context(random_features(spec, 2))
+    context, mask = head.network.read(random_features(spec, 2))
     assert context.shape == (2, 1 + 64, 64) and mask.all()
 
 
@@ -165,7 +163,7 @@ def test_bad_options_are_refused(build, message):
 
 
 def test_a_head_refuses_a_feature_kind_it_cannot_read():
-    with pytest.raises(ValueError, match="ChunkMLPHead reads tokens; the backbone gives 'kv'"):
+    with pytest.raises(ValueError, match="ChunkMLPHead reads action_tokens, tokens, pooled; the backbone gives 'kv'"):
         ChunkMLPHead(FeatureSpec("kv", (), 4), SCHEMA)
 
 
@@ -180,6 +178,17 @@ def test_bad_subclasses_are_refused_when_defined():
         type("HalfRL", (ActionHead,), {"loss": act, "act": act, "value": value, "supports_rl": True})
     with pytest.raises(TypeError, match="supports_rl = True"):
         type("Undeclared", (ActionHead,), {"loss": act, "act": act, "value": value, "get_dist": act})
+    with pytest.raises(TypeError, match="choose from pooled, tokens"):
+        type("Odd", (ActionHead,), {"loss": act, "act": act, "reads": ("logits",)})
+
+
+def test_the_first_common_kind_is_chosen_unless_the_user_names_one():
+    assert choose_kind(("action_tokens", "tokens"), ("tokens", "kv", "action_tokens")) == "action_tokens"
+    assert choose_kind(("action_tokens", "tokens"), ("tokens", "kv", "action_tokens"), "tokens") == "tokens"
+    with pytest.raises(ValueError, match="nothing in common"):
+        choose_kind(("kv",), ("tokens", "pooled"))
+    with pytest.raises(ValueError, match="kind='kv': the head reads tokens, the backbone gives tokens, kv"):
+        choose_kind(("tokens",), ("tokens", "kv"), "kv")
 
 
 class _IgnoresPadding(LinearChunkHead):

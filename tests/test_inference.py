@@ -39,11 +39,17 @@ class FakeBackbone(Backbone):
         self.calls: list[int] = []
         self.freeze()
 
-    def feature_spec(self, schema: TenantSchema) -> FeatureSpec:
+    def feature_spec(self, schema: TenantSchema, kind: str = "tokens") -> FeatureSpec:
         segments = [FeatureSegment(f"image_{c}", WIDTH) for c in schema.cameras]
-        return FeatureSpec("pooled", (*segments, FeatureSegment("text", WIDTH)), WIDTH)
+        return FeatureSpec(kind, () if kind == "pooled" else (*segments, FeatureSegment("text", WIDTH)), WIDTH)
 
-    def preprocess(self, observation: TensorDict, instructions: Sequence[str], schema: TenantSchema) -> TensorDict:
+    def preprocess(
+        self,
+        observation: TensorDict,
+        instructions: Sequence[str],
+        schema: TenantSchema,
+        kinds: Sequence[str] = ("tokens",),
+    ) -> TensorDict:
         for text in instructions:
             if len(text) > PROMPT_LIMIT:
                 raise ValueError(f"prompt of {len(text)} characters exceeds the limit {PROMPT_LIMIT}")
@@ -52,7 +58,7 @@ class FakeBackbone(Backbone):
         means = {c: observation["image", c].float().mean((1, 2, 3)) / 255 for c in schema.cameras}
         return TensorDict({"ids": ids, "image": TensorDict(means, [len(ids)])}, [len(ids)])
 
-    def encode(self, inputs: TensorDict) -> VLAFeature:
+    def encode(self, inputs: TensorDict, kinds: Sequence[str] = ("tokens",)) -> VLAFeature:
         rows = inputs.batch_size[0]
         self.calls.append(rows)
         tokens = {f"image_{c}": m[:, None, None].expand(-1, 1, WIDTH) for c, m in inputs["image"].items()}
@@ -111,6 +117,35 @@ class FakeSFTHead(ActionHead):
     def act(self, features: VLAFeature, state: Tensor, noise: Tensor | None = None) -> TensorDict:
         chunk = self.level.expand(len(state), self.schema.chunk, self.schema.action_dim)
         return TensorDict({"chunk": chunk if noise is None else chunk + noise}, [len(state)])
+
+
+class FakeTraceHead(FakeRLHead):
+    """Draws a hidden number per row and keeps it: its likelihood is of the trace, not of the chunk."""
+
+    @property
+    def noise_shape(self):
+        return (3,)
+
+    @property
+    def trace_shapes(self):
+        return {"draw": (3,)}
+
+    def act(self, features: VLAFeature, state: Tensor, noise: Tensor | None = None) -> TensorDict:
+        out = super().act(features, state)
+        if noise is not None:
+            out["trace"] = TensorDict({"draw": noise}, out.batch_size)
+            out["chunk"] = out["chunk"] + noise.sum(-1)[:, None, None]
+        return out
+
+
+class PooledHead(FakeRLHead):
+    """Reads the pooled vector alone and insists on it."""
+
+    reads = ("pooled",)
+
+    def act(self, features: VLAFeature, state: Tensor, noise: Tensor | None = None) -> TensorDict:
+        assert not list(features.tokens.keys()), "a head gets the segments of its own kind only"
+        return super().act(features, state, noise)
 
 
 class FakeEnv(EnvBase):
@@ -268,6 +303,34 @@ def test_two_prefix_signatures_need_two_backbone_calls(policies, backbone):
     with server:
         assert [f.result(timeout=10)["vla_action", "chunk"].shape[0] for f in futures] == [2, 2, 2, 2]
     assert sorted(backbone.calls) == [2, 2, 4]
+
+
+def test_heads_of_different_kinds_share_one_backbone_call(policies, backbone):
+    schema = schema_of()
+    publish(policies, "tokens", schema)
+    publish(policies, "pooled", schema, PooledHead(backbone.feature_spec(schema, "pooled"), schema, seed=6))
+    futures = {}
+    server = TenantInferenceServer(policies)
+    for tenant in ("tokens", "pooled"):
+        futures[tenant] = server.client(tenant, sample=False).submit(request(schema, 2))
+    with server:
+        answers = [future.result(timeout=10)["vla_action", "chunk"] for future in futures.values()]
+    assert backbone.calls == [4]
+    torch.testing.assert_close(answers[0], answers[1], msg="same seed, same pooled vector")
+
+
+def test_the_trace_of_a_decision_comes_back_with_it(policies, backbone):
+    schema = schema_of()
+    publish(policies, "a", schema, FakeTraceHead(backbone.feature_spec(schema), schema))
+    with TenantInferenceServer(policies) as server:
+        client = server.client("a", sample=True, generator=torch.Generator().manual_seed(3))
+        assert ("vla_action", "trace", "draw") in client.out_keys
+        td = client(request(schema, 2))
+        expected = torch.randn(2, 3, generator=torch.Generator().manual_seed(3))
+        torch.testing.assert_close(td["vla_action", "trace", "draw"], expected)
+        assert "trace" not in server.client("a", sample=False)(request(schema, 2))["vla_action"].keys()
+        for batch in Collector(FakeEnv(schema), client, frames_per_batch=8, total_frames=8, use_buffers=False):
+            assert batch["vla_action", "trace", "draw"].shape == (2, 4, 3)
 
 
 def test_large_groups_and_requests_are_encoded_in_bounded_calls(policies, backbone):

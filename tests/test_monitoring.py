@@ -253,6 +253,7 @@ def test_banner_says_what_was_decided():
                 "task": "sft",
                 "head": "MLPHead",
                 "trainable_parameters": 128_400,
+                "memory": "3.6 MB",
                 "state_dim": 8,
                 "action_dim": 7,
                 "chunk": 8,

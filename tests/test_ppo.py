@@ -10,21 +10,22 @@ from torch.distributions import Normal
 
 from models.heads.mlp import ChunkMLPHead
 from nexus_lightning.config import AlgorithmConfig
-from nexus_lightning.objectives.ppo import ChunkGaussian, PPOObjective, compute_advantages, reduce_chunk
+from nexus_lightning.objectives.ppo import EvaluatedDecision, PPOObjective, compute_advantages, reduce_chunk
 from nexus_lightning.schema import Normalizer, TenantSchema
 
 SCHEMA = TenantSchema(state_dim=3, action_dim=2, chunk=3, execute=3, gripper="none", state_normalization="identity")
 
 
 def test_unexecuted_steps_carry_no_likelihood_and_no_entropy():
-    loc, scale = torch.zeros(1, 3, 2), torch.ones(1, 3, 2)
+    normal = Normal(torch.zeros(1, 3, 2), torch.ones(1, 3, 2))
     value = torch.tensor([[[0.5, -0.5], [1.0, 2.0], [100.0, 100.0]]])
     executed = torch.tensor([[True, True, False]])
     expected = Normal(0.0, 1.0).log_prob(value[0, :2]).sum()
-    dist = ChunkGaussian(loc, scale, executed)
+    log_probs, entropy = normal.log_prob(value), normal.entropy()
+    dist = EvaluatedDecision(log_probs, entropy, executed)
     assert torch.allclose(dist.log_prob(value)[0], expected)
     assert torch.allclose(dist.entropy()[0], 4 * Normal(0.0, 1.0).entropy())
-    assert torch.allclose(ChunkGaussian(loc, scale, executed, "mean").log_prob(value)[0], expected / 4)
+    assert torch.allclose(EvaluatedDecision(log_probs, entropy, executed, "mean").log_prob(value)[0], expected / 4)
 
 
 def test_nothing_executed_is_finite():
@@ -140,5 +141,6 @@ def test_minibatches_cover_every_row_once_per_epoch(objective):
 
 def test_a_confident_policy_has_positive_log_density():
     """B5: std 0.01 at the mean gives a log-density far above zero; nothing may assume a sign."""
-    dist = ChunkGaussian(torch.zeros(1, 1, 1), torch.full((1, 1, 1), 0.01), torch.ones(1, 1, dtype=torch.bool))
-    assert dist.log_prob(torch.zeros(1, 1, 1)).item() > 3.6
+    normal, value = Normal(torch.zeros(1, 1, 1), torch.full((1, 1, 1), 0.01)), torch.zeros(1, 1, 1)
+    dist = EvaluatedDecision(normal.log_prob(value), normal.entropy(), torch.ones(1, 1, dtype=torch.bool))
+    assert dist.log_prob(value).item() > 3.6

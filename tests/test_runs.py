@@ -13,9 +13,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from fakes import FakeBackbone
 
 from models.heads.mlp import ChunkMLPHead
 from nexus_lightning.checkpoint import read_payload, resolve_payload, tensors_digest
+from nexus_lightning.policy import load_policy
 from nexus_lightning.trainer import train
 
 FAKE = {"_target_": "fakes.FakeBackbone"}
@@ -81,6 +83,29 @@ def test_alone_equals_beside_a_tenant_whose_loss_is_nan(toy):
     assert a["tenants"]["toy_sft"]["quarantined"] is None and a["tenants"]["toy_sft"]["jobs_completed"] == 6
     assert state_of(a["run_dir"], "toy_sft") == state_of(b["run_dir"], "toy_sft")
     assert "NonFiniteLoss" in (Path(a["run_dir"]) / "errors" / "broken.txt").read_text()
+
+
+def test_an_averaged_head_is_what_is_served_and_it_resumes(toy):
+    """head.ema_decay: optimizer and payload keep both; evaluation, publication and load_policy use the average."""
+
+    def build(*overrides):
+        return toy("+tenants=[toy_sft]", "+tenants.toy_sft.head.ema_decay=0.9", *overrides)
+
+    whole = train(build())
+    payload = read_payload(resolve_payload(Path(whole["run_dir"]) / "tenants" / "toy_sft"))
+    trained = {k: v for k, v in payload.tensors.items() if k.startswith("head.")}
+    averaged = {k.replace("ema.module.", "head."): v for k, v in payload.tensors.items() if k.startswith("ema.module.")}
+    assert trained.keys() == averaged.keys() and tensors_digest(trained) != tensors_digest(averaged)
+    assert int(payload.tensors["ema.n_averaged"]) == whole["tenants"]["toy_sft"]["optimizer_steps"]
+    policy = load_policy(payload.path, FakeBackbone())
+    served = {f"head.{k}": v for k, v in policy.slot.serving_head.state_dict().items()}
+    assert tensors_digest(served) == tensors_digest(averaged)
+
+    part = train(build("trainer.max_jobs=3"))
+    rest = train(build(f"ckpt_path={part['run_dir']}"))
+    assert state_of(rest["run_dir"], "toy_sft") == state_of(whole["run_dir"], "toy_sft")
+    plain = state_of(train(toy("+tenants=[toy_sft]"))["run_dir"], "toy_sft")
+    assert plain[1] == state_of(whole["run_dir"], "toy_sft")[1], "the average changes nothing in training"
 
 
 def test_a_killed_simulator_takes_out_its_tenant_alone(toy):
@@ -175,9 +200,11 @@ def test_demonstration_frames_pass_the_backbone_once(toy, toy_data):
     info = next(toy_data.glob("demos/*/meta/info.json"))
     assert run["backbone_rows"]["demonstrations"]["toy_sft"] == json.loads(info.read_text())["total_frames"]
     assert run["backbone_rows"]["actor"] == 0, "the actor reuses the cached features"
-    config = toy("+tenants=[toy_sft]", "tenants.toy_sft.dataset.cache_features=false")
-    again = train(config)
-    assert again["backbone_rows"]["demonstrations"]["toy_sft"] > run["backbone_rows"]["demonstrations"]["toy_sft"]
+    assert run["backbone_passes_per_observation"]["toy_sft"] == 1.0
+    again = train(toy("+tenants=[toy_sft]", "tenants.toy_sft.features.reuse=never"))
+    rows = 6 * 32 * toy("+tenants=[toy_sft]").tenants["toy_sft"].dataset.batches_per_job
+    assert again["backbone_rows"]["actor"] == rows and again["backbone_rows"]["demonstrations"]["toy_sft"] == 0
+    assert again["backbone_passes_per_observation"]["toy_sft"] > 1.5
 
 
 def test_a_start_from_another_schema_or_backbone_is_refused(toy):

@@ -4,7 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-TENANT_COLUMNS = ("tenant", "task", "head", "trainable", "state", "action", "chunk/execute", "cameras", "source", "")
+TENANT_COLUMNS = (
+    "tenant",
+    "task",
+    "head",
+    "trainable",
+    "memory",
+    "state",
+    "action",
+    "chunk/execute",
+    "cameras",
+    "source",
+    "",
+)
 
 
 def banner(
@@ -16,6 +28,7 @@ def banner(
     tenants: Sequence[Mapping],
     placement: Mapping[str, object],
     queues: Mapping[str, object],
+    features: Mapping[str, str] | None = None,
     resumed_from: str | None = None,
 ) -> str:
     """The text printed when a run starts.
@@ -25,11 +38,12 @@ def banner(
         seed: the run's seed.
         backbone: ``name``, ``parameters`` (int), ``fingerprint`` (hex), ``pretrained`` (bool).
         device: ``name``, ``precision``, ``reason`` (why this one).
-        tenants: one mapping each: ``name``, ``task``, ``head``, ``trainable_parameters``, ``state_dim``,
-            ``action_dim``, ``chunk``, ``execute``, ``cameras`` (sequence), ``source`` (environment or dataset),
-            ``privileged`` (sequence).
+        tenants: one mapping each: ``name``, ``task``, ``head``, ``trainable_parameters``, ``memory`` (of weights,
+            optimizer and served copies, for people), ``state_dim``, ``action_dim``, ``chunk``, ``execute``, ``cameras``
+            (sequence), ``source`` (environment or dataset), ``privileged`` (sequence).
         placement: shown as ``key value, key value``.
         queues: likewise.
+        features: per RL tenant, whether its rollouts keep their features, and why.
         resumed_from: the checkpoint this run continues, None for a fresh run.
     """
     weights = "pretrained" if backbone["pretrained"] else "random weights"
@@ -42,12 +56,15 @@ def banner(
         "placement": _pairs(placement),
         "queues": _pairs(queues),
     }
+    if features:
+        lines["features"] = "; ".join(f"{tenant} {text}" for tenant, text in features.items())
     rows = [
         (
             t["name"],
             t["task"],
             t["head"],
             count_text(t["trainable_parameters"]),
+            t["memory"],
             t["state_dim"],
             t["action_dim"],
             f"{t['chunk']}/{t['execute']}",

@@ -14,7 +14,7 @@ import torch
 from tensordict import TensorDict
 from tensordict.nn import TensorDictModule
 from torch import Tensor
-from torch.distributions import Distribution, Normal
+from torch.distributions import Distribution
 from torchrl.modules import ProbabilisticActor
 from torchrl.objectives import ClipPPOLoss
 from torchrl.objectives.value.functional import generalized_advantage_estimate
@@ -37,31 +37,26 @@ def reduce_chunk(values: Tensor, executed: Tensor, reduction: str) -> Tensor:
     return total / (mask.sum((-2, -1)) * values.shape[-1]).clamp(min=1)
 
 
-class ChunkGaussian(Distribution):
-    """Diagonal Gaussian over a chunk ``[*B, T, A]`` whose unexecuted steps count for nothing."""
+class EvaluatedDecision(Distribution):
+    """The likelihood of one given decision per row, as a distribution that TorchRL's loss can ask.
+
+    A head's :meth:`~nexus_lightning.head.ActionHead.evaluate` has already computed it, for a Gaussian chunk as well as
+    for a denoising chain or tokens; unexecuted steps count for nothing. It cannot sample: the loss never does.
+    """
 
     arg_constraints = {}  # pyright: ignore[reportAssignmentType]
-    has_rsample = True
 
-    def __init__(self, loc: Tensor, scale: Tensor, executed: Tensor, reduction: str = "sum") -> None:
-        self.normal = Normal(loc, scale, validate_args=False)
+    def __init__(self, log_probs: Tensor, entropy: Tensor, executed: Tensor, reduction: str = "sum") -> None:
+        self.log_probs, self.entropies = log_probs, entropy
         self.executed, self.reduction = executed, reduction
-        super().__init__(loc.shape[:-2], loc.shape[-2:], validate_args=False)
-
-    @property
-    def mode(self) -> Tensor:
-        return self.normal.loc
-
-    deterministic_sample = mode
-
-    def rsample(self, sample_shape: torch.Size = torch.Size()) -> Tensor:  # noqa: B008
-        return self.normal.rsample(sample_shape)
+        super().__init__(log_probs.shape[:-2], log_probs.shape[-2:], validate_args=False)
 
     def log_prob(self, value: Tensor) -> Tensor:
-        return reduce_chunk(self.normal.log_prob(value), self.executed, self.reduction)
+        del value
+        return reduce_chunk(self.log_probs, self.executed, self.reduction)
 
     def entropy(self) -> Tensor:
-        return reduce_chunk(self.normal.entropy(), self.executed, self.reduction)
+        return reduce_chunk(self.entropies, self.executed, self.reduction)
 
 
 def compute_advantages(rollout: TensorDict, algorithm: AlgorithmConfig) -> TensorDict:
@@ -95,15 +90,16 @@ def compute_advantages(rollout: TensorDict, algorithm: AlgorithmConfig) -> Tenso
 class PPOObjective:
     """Clipped PPO over the rows of one rollout partition.
 
-    Partition fields (rows = decisions): ``observation`` with raw ``state``, ``language_instruction``, ``CHUNK``
-    normalised, ``executed``, ``sample_log_prob`` (behaviour policy), ``advantage``, ``value_target``, ``state_value``.
-    The module adds ``features`` and ``state`` once per job.
+    Partition fields (rows = decisions): ``features`` and raw ``state`` (or, without feature reuse, ``observation`` and
+    ``language_instruction``, from which the module computes them once per job), ``vla_action`` (normalised chunk, and
+    the trace of heads that have one), ``executed``, ``sample_log_prob`` (behaviour policy), ``advantage``,
+    ``value_target``, ``state_value``.
     """
 
+    #: Observations are encoded once per job: every epoch reads them again.
+    encode_whole_job = True
     fields = (
-        "observation",
-        "language_instruction",
-        CHUNK,
+        "vla_action",
         EXECUTED,
         "state_value",
         "sample_log_prob",
@@ -114,16 +110,19 @@ class PPOObjective:
     def __init__(self, head: ActionHead, normalizer: Normalizer, algorithm: AlgorithmConfig) -> None:
         self.normalizer, self.algorithm = normalizer, algorithm
         policy = TensorDictModule(
-            lambda features, state: _parameters(head, features, state),
-            in_keys=["features", "state"],
-            out_keys=["loc", "scale"],
+            head.evaluate,
+            in_keys=["features", "state", "vla_action"],
+            out_keys=["log_probs", "entropy_per_element"],
         )
-        policy.head = head  # registers the head's parameters with the loss
         actor = ProbabilisticActor(
             policy,
-            in_keys={"loc": "loc", "scale": "scale", "executed": EXECUTED},  # pyright: ignore[reportArgumentType]
+            in_keys={  # pyright: ignore[reportArgumentType]
+                "log_probs": "log_probs",
+                "entropy": "entropy_per_element",
+                "executed": EXECUTED,
+            },
             out_keys=[CHUNK],
-            distribution_class=ChunkGaussian,
+            distribution_class=EvaluatedDecision,
             distribution_kwargs={"reduction": algorithm.log_prob},
         )
         self.head = head
@@ -172,8 +171,3 @@ class PPOObjective:
         if "entropy" in out.keys():
             metrics["entropy"] = out["entropy"].detach().mean()
         return metrics
-
-
-def _parameters(head: ActionHead, features, state: Tensor) -> tuple[Tensor, Tensor]:
-    normal = head.get_dist(features, state)
-    return normal.loc, normal.scale

@@ -14,11 +14,14 @@ from nexus_lightning.schema import Normalizer
 class SFTObjective:
     """The head's own supervised loss, one optimizer step per minibatch of the job.
 
-    Partition fields (rows = samples): ``features`` (VLAFeature), ``state`` ``[N, S]`` raw float32, ``actions``
+    Partition fields (rows = samples): ``features`` (VLAFeature) and ``state`` ``[N, S]`` raw float32 (or
+    ``observation`` and ``language_instruction``, which the module encodes minibatch by minibatch), ``actions``
     ``[N, T, A]`` internal convention, ``is_pad`` ``[N, T]`` bool.
     """
 
-    fields = ("features", "state", "actions", "is_pad")
+    fields = ("actions", "is_pad")
+    #: Observations are encoded per minibatch (each row is read once per job), so that tenants can share the passes.
+    encode_whole_job = False
 
     def __init__(self, head: ActionHead, normalizer: Normalizer, batch_size: int) -> None:
         self.head, self.normalizer, self.batch_size = head, normalizer, batch_size

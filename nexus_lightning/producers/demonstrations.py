@@ -2,25 +2,27 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any, cast
 
 import torch
-from tensordict import TensorDict
+from tensordict import NonTensorStack, TensorDict
 from torch import Tensor
-from torch.utils.data import DataLoader
+from torchvision.transforms.v2 import functional
 
-from nexus_lightning.backbone import Backbone, VLAFeature
-from nexus_lightning.config import DatasetConfig
+from nexus_lightning.backbone import Backbone, FeatureSpec, VLAFeature, concatenate_features, sharing_key
+from nexus_lightning.config import AugmentationConfig, DatasetConfig
+from nexus_lightning.conventions import DatasetConverter
+from nexus_lightning.features.reuse import PassCounter
+from nexus_lightning.features.store import FeatureEntry, FeatureStore, StoreKey, dataset_revision
 from nexus_lightning.producers.base import Producer
 from nexus_lightning.queues.jobs import JobState, Scheduler
 from nexus_lightning.queues.training import TrainingQueue
-from nexus_lightning.schema import NormalizationStats, TenantSchema
+from nexus_lightning.schema import MODE_STATISTICS, NormalizationStats, TenantSchema
 from nexus_lightning.tenant import TenantSlot, derive_seed
-
-#: Stored dtype of cached features.
-CACHE_DTYPE = torch.float16
 
 
 def open_dataset(config: DatasetConfig, schema: TenantSchema, root: Path | None) -> Any:
@@ -37,129 +39,231 @@ def open_dataset(config: DatasetConfig, schema: TenantSchema, root: Path | None)
     meta = LeRobotDatasetMetadata(config.repo_id, root=root)
     if abs(meta.fps - schema.control_hz) > 1e-6:
         raise ValueError(f"dataset {config.repo_id}: fps {meta.fps} differs from schema.control_hz={schema.control_hz}")
+    # A delta is taken from the state at the action's own step, so a conversion needs the states of the whole chunk.
+    keys = ["action", "observation.state"] if DatasetConverter(schema, config.conventions).needs_states else ["action"]
     return LeRobotDataset(
         config.repo_id,
         root=root,
         episodes=None if config.episodes is None else list(range(config.episodes)),
-        delta_timestamps={"action": [i / meta.fps for i in range(schema.chunk)]},
+        delta_timestamps={key: [i / meta.fps for i in range(schema.chunk)] for key in keys},
         video_backend="pyav",
     )
 
 
-def dataset_stats(dataset: Any, schema: TenantSchema) -> tuple[NormalizationStats, NormalizationStats]:
-    """State and (internal-convention) action statistics of a LeRobotDataset."""
-    stats = dataset.meta.stats
+def dataset_stats(
+    dataset: Any, config: DatasetConfig, schema: TenantSchema
+) -> tuple[NormalizationStats, NormalizationStats]:
+    """State and (internal-convention) action statistics of a LeRobotDataset.
 
-    def column(key: str, name: str) -> Tensor:
-        return torch.as_tensor(stats[key][name], dtype=torch.float32).flatten()
+    LeRobot's own statistics, mapped through the gripper convention. Where rotation or delta convention change, they do
+    not map; the statistics are then computed from all converted actions.
 
-    state = NormalizationStats(*(column("observation.state", n) for n in ("mean", "std", "min", "max")))
-    low, high = schema.to_internal(column("action", "min")), schema.to_internal(column("action", "max"))
-    action = NormalizationStats(
-        schema.to_internal(column("action", "mean")),
-        column("action", "std"),
-        torch.minimum(low, high),
-        torch.maximum(low, high),
+    Raises:
+        ValueError: the dataset lacks a statistic that the schema's normalisation needs, or its actions are not what
+            ``dataset.conventions`` says.
+    """
+    converter = DatasetConverter(schema, config.conventions)
+    state = _stored_stats(dataset, config, "observation.state", "state", schema.state_normalization)
+    if converter.changes_pose:
+        columns = dataset.hf_dataset.select_columns(["action", "observation.state"]).with_format("torch")
+        actions, states = (columns[:][key].float() for key in ("action", "observation.state"))
+        converter.check_absolute(actions, states)
+        return state, NormalizationStats.of(converter.actions(actions, states))
+    stored = _stored_stats(dataset, config, "action", "action", schema.action_normalization)
+    return state, stored.mapped(converter.actions)
+
+
+def _stored_stats(dataset: Any, config: DatasetConfig, key: str, name: str, mode: str) -> NormalizationStats:
+    stats = dataset.meta.stats or {}
+    if key not in stats:
+        raise ValueError(f"dataset {config.repo_id}: no statistics of {key!r}, only of {sorted(stats)}")
+    wanted = {"mean", "std", "min", "max", *MODE_STATISTICS[mode]}
+    missing = sorted(wanted - set(stats[key]))
+    if missing:
+        raise ValueError(
+            f"schema.{name}_normalization={mode!r}: dataset {config.repo_id} has no {', '.join(missing)} for {key!r}, "
+            f"only {', '.join(sorted(stats[key]))}; add quantiles with python -m lerobot.scripts."
+            f"augment_dataset_quantile_stats --repo-id={config.repo_id}, or choose another mode"
+        )
+    names = [f.name for f in fields(NormalizationStats)]
+    return NormalizationStats(
+        **{n: torch.as_tensor(stats[key][n], dtype=torch.float32).flatten() for n in names if n in stats[key]}
     )
-    return state, action
 
 
 class DemonstrationReader:
     """Turns frame indices of a LeRobotDataset into batches with features.
 
-    With ``cache_features`` every frame is decoded and encoded once, in :meth:`warm_up`, and then served from memory
-    (the backbone is frozen: a feature never goes stale). Otherwise each batch is decoded and its images are encoded
-    again.
+    With a store every frame (of every view) is decoded and encoded once, ahead in :meth:`warm_up` or when first asked
+    for; the backbone is frozen, so a feature never goes stale, and tenants with the same data share it. Without one
+    (``features.reuse=never``) the batch carries images and instructions, and the actor encodes them.
+
+    Args:
+        dataset: a LeRobotDataset (see :func:`open_dataset`).
+        config / schema: the tenant's.
+        backbone: the frozen backbone.
+        spec: what the tenant's head reads.
+        store: where features are kept, or None.
+        passes: counts observations and encoded rows.
     """
 
-    def __init__(self, dataset: Any, config: DatasetConfig, schema: TenantSchema, backbone: Backbone) -> None:
-        self.dataset, self.config, self.schema, self.backbone = dataset, config, schema, backbone
-        self.cache: TensorDict | None = None
-        self.passes = 0  # samples through the backbone
+    def __init__(
+        self,
+        dataset: Any,
+        config: DatasetConfig,
+        schema: TenantSchema,
+        backbone: Backbone,
+        spec: FeatureSpec,
+        store: FeatureStore | None,
+        passes: PassCounter | None = None,
+    ) -> None:
+        self.dataset, self.config, self.schema, self.backbone, self.spec = dataset, config, schema, backbone, spec
+        self.converter = DatasetConverter(schema, config.conventions)
+        self.augmentation = config.augmentation
+        self.views = 1 if self.augmentation is None else self.augmentation.views
+        self.passes = PassCounter() if passes is None else passes
+        self.table = low_dim_table(dataset, schema, self.converter)
+        self._seen = torch.zeros(self.views, len(dataset), dtype=torch.bool)
+        self.entry: FeatureEntry | None = None
+        if store is not None:
+            prefix, action_tokens = sharing_key(schema, spec.kind)
+            images = {
+                "cameras": {camera: self._key(camera) for camera in schema.cameras},
+                "orientation": [config.conventions.image_orientation, schema.image_orientation],
+                "augmentation": None if self.augmentation is None else asdict(self.augmentation),
+            }
+            key = StoreKey(
+                fingerprint=backbone.fingerprint,
+                prefix=prefix,
+                action_tokens=action_tokens,
+                kind=spec.kind,
+                dataset=config.repo_id,
+                revision=dataset_revision(dataset),
+                conversion=json.dumps(images, sort_keys=True),
+            )
+            self.entry = store.entry(key, len(dataset), self._features)
 
     def __len__(self) -> int:
         return len(self.dataset)
 
     def warm_up(
-        self, stopping: Callable[[], bool] = lambda: False, progress: Callable[[int], None] | None = None
+        self, stopping: Callable[[], bool] = lambda: False, progress: Callable[[int], None] = lambda rows: None
     ) -> bool:
-        """Decode and encode the whole dataset once. Returns False when ``stopping`` said so before the end.
+        """Make sure that the store holds all frames of all views, as far as it has room.
 
-        Raises:
-            ValueError: the cache would exceed ``max_cache_gb``.
+        Returns:
+            False when ``stopping`` said so before the end.
         """
-        parts = []
-        loader = DataLoader(
-            self.dataset,
-            batch_size=32,
-            collate_fn=lambda items: items,
-            generator=torch.Generator(),  # a DataLoader without one would draw from the global stream
-        )
-        for items in loader:
-            if stopping():
-                return False
-            batch = self._encode(items)
-            batch["features"] = cast(VLAFeature, batch["features"]).apply(_compact)
-            parts.append(batch)
-            if len(parts) == 1:
-                gigabytes = batch.bytes() / len(items) * len(self) / 1e9
-                if gigabytes > self.config.max_cache_gb:
-                    raise ValueError(
-                        f"the feature cache of {self.config.repo_id} needs {gigabytes:.1f} GB, dataset.max_cache_gb is "
-                        f"{self.config.max_cache_gb}; raise it or set dataset.cache_features=false"
-                    )
-            if progress is not None:
-                progress(len(items))
-        self.cache = _concatenate(parts)
-        return True
+        assert self.entry is not None
+        return self.entry.warm_up(range(self.views), stopping, progress)
 
-    def read(self, rows: Tensor) -> TensorDict:
-        """Batch ``[len(rows)]`` with ``features``, ``state``, ``actions`` (internal), ``is_pad``."""
-        if self.config.cache_features:
-            assert self.cache is not None, "warm_up comes first"
-            batch = self.cache[rows]
-        else:
-            batch = self._encode([self.dataset[int(i)] for i in rows])
+    def read(self, rows: Tensor, view: int = 0) -> TensorDict:
+        """The batch ``[len(rows)]`` of these frames.
+
+        Args:
+            rows: int64 frame indices.
+            view: which augmented view, ``0`` is the frame itself.
+
+        Returns:
+            ``actions`` (internal convention) and ``is_pad``; with a store ``features`` and ``state``, without one
+            ``observation`` (images, state) and ``language_instruction``.
+        """
+        new = rows[~self._seen[view, rows]].unique()
+        self._seen[view, new] = True
+        self.passes.add(observed=len(new))
+        batch = cast(TensorDict, self.table[rows])
+        if self.entry is not None:
+            batch["features"] = self.entry.read(rows, view)["features"]
+            return batch
+        items = [self.dataset[int(row)] for row in rows]
+        observation = self._observation(items, rows, view)
+        observation["state"] = batch["state"]
+        batch = batch.exclude("state")
+        batch["observation"] = observation
+        batch["language_instruction"] = string_column([item["task"] for item in items])
         return batch
 
-    def _encode(self, items: list[dict[str, Any]]) -> TensorDict:
-        size = len(items)
-        observation = TensorDict({}, [size])
+    def _key(self, camera: str) -> str:
+        return self.config.camera_keys.get(camera, f"observation.images.{camera}")
+
+    def _observation(self, items: list[dict[str, Any]], rows: Tensor, view: int) -> TensorDict:
+        observation = TensorDict({}, [len(items)])
         for camera in self.schema.cameras:
-            key = self.config.camera_keys.get(camera, f"observation.images.{camera}")
-            images = torch.stack([item[key] for item in items])
-            observation["image", camera] = (images * 255).round().to(torch.uint8)
-        features = self.backbone(observation, [item["task"] for item in items], self.schema).to("cpu")
-        self.passes += size
-        return TensorDict(
-            {
-                "features": features,
-                "state": torch.stack([item["observation.state"] for item in items]).float(),
-                "actions": self.schema.to_internal(torch.stack([item["action"] for item in items]).float()),
-                "is_pad": torch.stack([item["action_is_pad"] for item in items]),
-            },
-            [size],
-        )
+            images = torch.stack([item[self._key(camera)] for item in items])
+            images = self.converter.images((images * 255).round().to(torch.uint8))
+            if view and self.augmentation is not None:
+                images = augment(images, rows, view, self.augmentation)
+            observation["image", camera] = images
+        return observation
+
+    def _features(self, rows: Tensor, view: int) -> TensorDict:
+        """What the store keeps: the features of these frames."""
+        items = [self.dataset[int(row)] for row in rows]
+        observation = self._observation(items, rows, view)
+        features = self.backbone(observation, [item["task"] for item in items], self.schema, (self.spec.kind,))
+        new = rows[~self._seen[view, rows]]  # a shard is computed whole, its rows are read sooner or later
+        self._seen[view, new] = True
+        self.passes.add(observed=len(new), encoded=len(rows))
+        return TensorDict({"features": features.select(self.spec).to("cpu")}, [len(rows)])
 
 
-def _compact(value: Tensor) -> Tensor:
-    return value.to(CACHE_DTYPE) if value.is_floating_point() else value
+def string_column(texts: list[str]) -> Any:
+    """One string per row, as a TensorDict column."""
+    return cast(Any, NonTensorStack)(*texts)
 
 
-def _concatenate(parts: list[TensorDict]) -> TensorDict:
-    """Concatenate batches whose text segments were padded to different lengths: pad all to the longest."""
-    lengths: dict[str, int] = {}
-    for part in parts:
-        for name, mask in cast(VLAFeature, part["features"]).mask.items():
-            lengths[name] = max(lengths.get(name, 0), mask.shape[1])
-    for part in parts:
-        features = cast(VLAFeature, part["features"])
-        for name, length in lengths.items():
-            missing = length - features.mask[name].shape[1]
-            if missing:
-                features.tokens[name] = torch.nn.functional.pad(features.tokens[name], (0, 0, 0, missing))
-                features.mask[name] = torch.nn.functional.pad(features.mask[name], (0, missing))
-    return torch.cat(parts)  # pyright: ignore[reportArgumentType, reportReturnType]
+def low_dim_table(dataset: Any, schema: TenantSchema, converter: DatasetConverter) -> TensorDict:
+    """States and action chunks of every frame, without decoding an image.
+
+    Returns:
+        ``[N]``: ``state`` ``[N, S]`` float32, ``actions`` ``[N, T, A]`` in the internal convention, ``is_pad``
+        ``[N, T]``: steps beyond the episode repeat its last action, as LeRobotDataset's own ``delta_timestamps`` do.
+    """
+    columns = ["action", "observation.state", "episode_index"]
+    frames = dataset.hf_dataset.select_columns(columns).with_format("torch")[:]
+    action, state = (torch.as_tensor(frames[key]).float() for key in ("action", "observation.state"))
+    episode = torch.as_tensor(frames["episode_index"])
+    # Frames of an episode lie side by side: its last one is right before the next episode's first.
+    _, lengths = torch.unique_consecutive(episode, return_counts=True)
+    last = (lengths.cumsum(0) - 1).repeat_interleave(lengths)
+    step = torch.arange(len(action)).unsqueeze(1) + torch.arange(schema.chunk)
+    rows = torch.minimum(step, last.unsqueeze(1))
+    actions = converter.actions(action[rows], state[rows] if converter.needs_states else state)
+    return TensorDict({"state": state, "actions": actions, "is_pad": step > last.unsqueeze(1)}, [len(action)])
+
+
+def augment(images: Tensor, rows: Tensor, view: int, config: AugmentationConfig) -> Tensor:
+    """Random crop (resized back), brightness and contrast: a pure function of (frame, view).
+
+    Args:
+        images: uint8 ``[N, 3, H, W]``.
+        rows: their frame indices.
+        view: at least 1.
+        config: ranges.
+
+    Returns:
+        uint8, same shape.
+    """
+    out = []
+    for image, row in zip(images, rows.tolist(), strict=True):
+        generator = torch.Generator().manual_seed(derive_seed("augment", row, view))
+        u_crop, u_top, u_left, u_brightness, u_contrast = torch.rand(5, generator=generator).tolist()
+        height, width = image.shape[-2:]
+        share = 1 - (1 - config.crop) * u_crop
+        size = [max(1, round(height * share)), max(1, round(width * share))]
+        top, left = round((height - size[0]) * u_top), round((width - size[1]) * u_left)
+        image = functional.resized_crop(image, top, left, size[0], size[1], [height, width], antialias=True)
+        image = functional.adjust_brightness(image, 1 + config.brightness * (2 * u_brightness - 1))
+        out.append(functional.adjust_contrast(image, 1 + config.contrast * (2 * u_contrast - 1)))
+    return torch.stack(out)
+
+
+def concatenate_batches(parts: list[TensorDict]) -> TensorDict:
+    """Batches of :meth:`DemonstrationReader.read` one after the other (text segments may differ in length)."""
+    whole = cast(TensorDict, torch.cat([part.exclude("features") for part in parts]))  # type: ignore[arg-type]
+    if "features" in parts[0].keys():
+        whole["features"] = concatenate_features([cast(VLAFeature, part["features"]) for part in parts])
+    return whole
 
 
 class FrameOrder:
@@ -187,6 +291,10 @@ class FrameOrder:
             start, count = start + len(part), count - len(part)
         return torch.cat(taken)
 
+    def epochs(self, start: int, count: int) -> Tensor:
+        """Which pass over the data each of these positions belongs to, int64 ``[count]``."""
+        return torch.arange(start, start + count) // self.num_frames
+
     def _permutation(self, epoch: int) -> Tensor:
         if self._epoch is None or self._epoch[0] != epoch:
             generator = torch.Generator().manual_seed(derive_seed(self.seed, "epoch", epoch))
@@ -205,26 +313,31 @@ class DemonstrationProducer(Producer):
         queue: TrainingQueue,
         on_failure: Callable[[str, str, str], None],
         on_progress: Callable[[str], None] = lambda text: None,
+        warm_up: bool = True,
     ) -> None:
         super().__init__(slot.name, on_failure)
         self.slot, self.reader, self.scheduler, self.queue = slot, reader, scheduler, queue
-        self.on_progress = on_progress
+        self.on_progress, self.warm_up = on_progress, warm_up
 
     def produce(self) -> None:
         config = self.reader.config
-        if config.cache_features:
-            done = 0
+        kept = self.reader.entry is not None
+        if kept and self.warm_up:
+            done, total = 0, len(self.reader) * self.reader.views
 
             def progress(count: int) -> None:
                 nonlocal done
                 done += count
-                self.on_progress(f"features {done}/{len(self.reader)}")
+                self.on_progress(f"features {done}/{total}")
 
             if not self.reader.warm_up(self.stopping.is_set, progress):
                 return
             self.on_progress("")
         order = FrameOrder(len(self.reader), derive_seed(self.slot.spec.seed, "order"))
         rows_per_job = config.batch_size * config.batches_per_job
+        metadata: dict[str, Any] = {"features": kept}
+        if not kept:  # jobs of other tenants with this key may share the actor's backbone passes
+            metadata["encode"] = list(sharing_key(self.slot.spec.schema, self.reader.spec.kind))
         position = self.slot.cursor
         while not self.stopping.is_set() and self.scheduler.wants_more(self.tenant):
             job = self.scheduler.reserve(
@@ -232,16 +345,26 @@ class DemonstrationProducer(Producer):
                 rows_per_job,
                 domain=config.repo_id,
                 schema_signature=self.slot.spec.schema.signature,
-                metadata={"cursor": position + 1},
+                metadata={**metadata, "cursor": position + 1},
             )
             if job is None:
                 self.scheduler.wait_for_room(self.tenant, timeout_s=0.5)
                 continue
             try:
-                batch = self.reader.read(order.rows(position * rows_per_job, rows_per_job))
+                batch = self._batch(order, position * rows_per_job, rows_per_job)
                 self.queue.put(job.partition_id, batch, tenant_id=self.tenant)
                 self.scheduler.mark(job.job_id, JobState.READY)
             except Exception as error:
                 self.scheduler.fail(job.job_id, f"{type(error).__name__}: {error}")
                 raise
             position += 1
+
+    def _batch(self, order: FrameOrder, start: int, count: int) -> TensorDict:
+        """Rows at these stream positions; pass e over the data sees view e modulo the number of views."""
+        rows, views = order.rows(start, count), order.epochs(start, count) % self.reader.views
+        present = views.unique().tolist()
+        if len(present) == 1:
+            return self.reader.read(rows, present[0])
+        parts = [self.reader.read(rows[views == view], view) for view in present]
+        positions = torch.cat([(views == view).nonzero().flatten() for view in present])
+        return concatenate_batches(parts)[positions.argsort()]

@@ -140,7 +140,6 @@ class Evaluator:
         self._running = False
         self._broken = False
         self.requested_with_video: int | None = None  # newest version asked for with a video
-        self.superseded = 0
 
     def request(self, version: int | None = None, video: bool = False) -> None:
         """Evaluate ``version`` (default: the latest published) soon. The version is pinned now."""
@@ -151,7 +150,6 @@ class Evaluator:
                 return
             if self._pending is not None:
                 self.served.unpin(self.tenant, self._pending[0])
-                self.superseded += 1
             self._pending = (pinned, video)
             if video:
                 self.requested_with_video = pinned

@@ -9,8 +9,10 @@ import torch
 from tensordict import TensorDict
 from torchrl.collectors import Collector
 
+from nexus_lightning.backbone import VLAFeature, concatenate_features
 from nexus_lightning.environment import SimulatorEnv
-from nexus_lightning.objectives.ppo import CHUNK, EXECUTED, LOG_PROBS, compute_advantages
+from nexus_lightning.features.reuse import PassCounter, in_row_order
+from nexus_lightning.objectives.ppo import EXECUTED, compute_advantages
 from nexus_lightning.producers.base import Producer
 from nexus_lightning.producers.evaluation import Evaluator
 from nexus_lightning.queues.inference import ServedPolicies, TenantInferenceServer
@@ -26,7 +28,8 @@ class RolloutProducer(Producer):
     """version -> reserve -> roll out -> advantages -> ready, several jobs ahead of the actor up to the bounds.
 
     Every rollout starts from fresh resets and is a pure function of (tenant seed, rollout index, policy version): a
-    resumed run needs the index alone. Evaluations of the tenant run on the same simulators between two rollouts.
+    resumed run needs the index alone. With ``reuse`` the features that the decisions were taken on go into the
+    partition in place of the images. Evaluations of the tenant run on the same simulators between two rollouts.
     """
 
     def __init__(
@@ -42,6 +45,8 @@ class RolloutProducer(Producer):
         on_rollout: Callable[[str, Job, dict[str, float], float, float], None],
         clock: Callable[[], float],
         lease_deadline_s: float,
+        reuse: bool,
+        passes: PassCounter,
     ) -> None:
         super().__init__(slot.name, on_failure)
         algorithm = slot.spec.config.algorithm
@@ -49,7 +54,9 @@ class RolloutProducer(Producer):
         self.slot, self.env, self.evaluator, self.algorithm = slot, env, evaluator, algorithm
         self.served, self.server, self.scheduler, self.queue = served, server, scheduler, queue
         self.on_rollout, self.clock, self.lease_deadline_s = on_rollout, clock, lease_deadline_s
+        self.reuse, self.passes = reuse, passes
         self.policy = server.client(slot.name, sample=True)
+        self.policy.record_features = reuse
 
     def produce(self) -> None:
         frames = self.env.num_envs * self.algorithm.chunks_per_job
@@ -82,7 +89,7 @@ class RolloutProducer(Producer):
                     behavior_policy_version=version,
                     domain=type(self.env).__name__,
                     schema_signature=self.slot.spec.schema.signature,
-                    metadata={"cursor": index + 1},
+                    metadata={"cursor": index + 1, "features": self.reuse},
                 )
                 if job is None:
                     self.scheduler.wait_for_room(self.tenant, timeout_s=0.2)
@@ -109,7 +116,14 @@ class RolloutProducer(Producer):
         rollout = next(rollouts)
         assert bool((rollout["policy_version"] == version).all()), "a rollout mixed policy versions"
         self.on_rollout(self.tenant, job, rollout_metrics(rollout), start, self.clock())
-        self.queue.put(job.partition_id, to_partition(rollout).flatten(), tenant_id=self.tenant)
+        self.passes.add(observed=rollout.numel(), encoded=rollout.numel())
+        partition = to_partition(rollout).flatten()
+        if self.reuse:
+            decisions = self.policy.take_features()
+            assert len(decisions) == rollout.shape[1], "the policy was asked for something else than the rollout"
+            features = concatenate_features(decisions)[in_row_order(decisions, self.env.num_envs)]
+            partition = with_features(partition, cast(VLAFeature, features))
+        self.queue.put(job.partition_id, partition, tenant_id=self.tenant)
         self.scheduler.mark(job.job_id, JobState.NEEDS_ADVANTAGES)
         self._advantages(rollout)
 
@@ -137,6 +151,8 @@ class RolloutProducer(Producer):
         values[terminated] = 0.0
         if bool(cut.any()):
             values[cut] = self.policy.value(following[cut])
+            count = int(cut.sum())
+            self.passes.add(observed=count, encoded=count)
         return values
 
 
@@ -147,13 +163,21 @@ def to_partition(rollout: TensorDict) -> TensorDict:
         {
             "observation": rollout["observation"],
             "language_instruction": rollout["language_instruction"],
-            "vla_action": TensorDict({"chunk": rollout[CHUNK], "log_probs": rollout[LOG_PROBS]}, rollout.batch_size),
+            "vla_action": rollout["vla_action"],
             "state_value": rollout["state_value"],
             EXECUTED: following[EXECUTED],
             "policy_version": rollout["policy_version"],
         },
         rollout.batch_size,
     )
+
+
+def with_features(partition: TensorDict, features: VLAFeature) -> TensorDict:
+    """``observation`` and instruction give way to ``features`` and ``state``: training reads nothing else of them."""
+    state = partition["observation", "state"]
+    partition = partition.exclude("observation", "language_instruction")
+    partition["features"], partition["state"] = features, state
+    return partition
 
 
 def rollout_metrics(rollout: TensorDict) -> dict[str, float]:

@@ -2,7 +2,7 @@
 
 ::
 
-    client(tenant A) --.              group by prefix_signature:       decode per (tenant, version, mode):
+    client(tenant A) --.              group by sharing_key:            decode per (tenant, version, mode):
     client(tenant B) --+-- B or T --> one backbone call per group --+--> head A v7, sampling      --> answer A
     client(tenant C) --'                                            `--> head B v3, deterministic --> answer B
 
@@ -33,7 +33,7 @@ from tensordict.nn import TensorDictModuleBase
 from torch import Tensor
 from torchrl.modules.inference_server import InferenceServer, ThreadingTransport
 
-from nexus_lightning.backbone import Backbone, VLAFeature, check_observation
+from nexus_lightning.backbone import Backbone, VLAFeature, check_observation, compact, concatenate_features, sharing_key
 from nexus_lightning.checkpoint import tensors_digest
 from nexus_lightning.head import ActionHead
 from nexus_lightning.schema import Normalizer, TenantSchema
@@ -143,8 +143,8 @@ class ServedPolicies:
                     )
                 if previous is not None and previous.schema.signature != schema.signature:
                     raise ValueError(
-                        f"tenant {tenant!r}: version {version} has another schema than version {previous.version}; "
-                        "remove the tenant first"
+                        f"tenant {tenant!r}: version {version} has another schema than version {previous.version} "
+                        f"({'; '.join(schema.differences(previous.schema))}); remove the tenant first"
                     )
                 spare, known.spare = known.spare, None
             served_head = _copy_head(head, spare, self.backbone.device)
@@ -294,6 +294,7 @@ class _Route:
     tenant: str
     version: int | None
     mode: Mode
+    keep_features: bool = False
 
 
 @dataclass(eq=False)
@@ -306,7 +307,8 @@ class _Request:
     images: dict[str, Tensor]  # camera -> uint8 [N, 3, H, W], in the schema's order
     state: Tensor  # [N, S], not normalised
     instructions: list[str]
-    noise: Tensor | None  # [N, T, A], None: deterministic
+    noise: Tensor | None  # [N, *head.noise_shape], None: deterministic
+    keep_features: bool  # send them back with the answer
     answers: list[TensorDict] = field(default_factory=list)
     answered: int = 0
     failed: bool = False
@@ -317,7 +319,7 @@ class _Request:
 
     @property
     def decode_key(self) -> tuple:
-        return (self.served.tenant, self.served.version, self.mode, self.noise is not None)
+        return (self.served.tenant, self.served.version, self.mode, self.noise is not None, self.keep_features)
 
 
 @dataclass(frozen=True)
@@ -362,8 +364,8 @@ def _validated(item: TensorDictBase, route: _Route, served: Served, future: Futu
     if not bool(torch.isfinite(state).all()):
         raise ValueError("('observation', 'state') holds NaN or infinity")
     noise = item.get("noise", None)
-    if noise is not None and noise.shape != (rows, schema.chunk, schema.action_dim):
-        raise ValueError(f"noise: expected [{rows}, {schema.chunk}, {schema.action_dim}], got {list(noise.shape)}")
+    if noise is not None and tuple(noise.shape) != (rows, *served.head.noise_shape):
+        raise ValueError(f"noise: expected {[rows, *served.head.noise_shape]}, got {list(noise.shape)}")
     if route.mode == "value" and not served.head.supports_rl:
         raise ValueError(f"{type(served.head).__name__} has no value head (supports_rl is False)")
     return _Request(
@@ -374,6 +376,7 @@ def _validated(item: TensorDictBase, route: _Route, served: Served, future: Futu
         state=state,
         instructions=_instructions(item),
         noise=noise,
+        keep_features=route.keep_features,
     )
 
 
@@ -414,7 +417,8 @@ class TenantInferenceServer(InferenceServer):
     the base class's. Use it as a context manager, or ``start()`` and ``shutdown()``. A batch is:
 
     1. admit: each request gets its policy version (held until the batch ends) and is checked against the schema;
-    2. group by ``schema.prefix_signature``, at most ``max_rows`` rows per backbone call, one call per group;
+    2. group by :func:`~nexus_lightning.backbone.sharing_key`, at most ``max_rows`` rows per backbone call, one call per
+       group for all feature kinds that its heads read;
     3. decode per (tenant, version, mode), answer each request as soon as its rows are done.
 
     A group that raises (a prompt too long) is repeated request by request, so only the guilty one fails; so is a
@@ -513,9 +517,10 @@ class TenantInferenceServer(InferenceServer):
                 request = self._admit(item, callback)
                 if request is not None:
                     requests.append(request)
-            groups: dict[str, list[_Request]] = {}
+            groups: dict[tuple[str, int], list[_Request]] = {}
             for request in requests:
-                groups.setdefault(request.served.schema.prefix_signature, []).append(request)
+                key = sharing_key(request.served.schema, request.served.head.feature_spec.kind)
+                groups.setdefault(key, []).append(request)
             for group in groups.values():
                 for pieces in _packs(group, self.max_rows):
                     self._serve_pieces(pieces)
@@ -582,7 +587,8 @@ class TenantInferenceServer(InferenceServer):
         observation = TensorDict({"image": TensorDict(images, [rows])} if images else {}, [rows])
         instructions = [text for p in pieces for text in p.request.instructions[p.start : p.stop]]
         self._count(backbone_calls=1)
-        features = self.policies.backbone(observation, instructions, schema)
+        kinds = tuple(sorted({piece.request.served.head.feature_spec.kind for piece in pieces}))
+        features = self.policies.backbone(observation, instructions, schema, kinds)
         if features.batch_size != (rows,):
             raise RuntimeError(f"backbone returned batch {list(features.batch_size)} for {rows} rows")
         masks = list(features.mask.values())
@@ -614,6 +620,11 @@ class TenantInferenceServer(InferenceServer):
         device = self.policies.backbone.device
         state = torch.cat([p.request.state[p.start : p.stop] for p in pieces]).to(device, torch.float32)
         state = served.normalizer.normalize_state(state)
+        features = features.select(served.head.feature_spec)
+        if request.keep_features:
+            # The head acts on the very numbers that training will see: the ratio of the first PPO step is exactly 1.
+            features = compact(features)
+        kept, features = features, features.for_head()
         shapes = {"chunk": (rows, served.schema.chunk, served.schema.action_dim), "state_value": (rows, 1)}
         shapes["log_probs"] = shapes["chunk"]
         if request.mode == "value":
@@ -629,6 +640,14 @@ class TenantInferenceServer(InferenceServer):
                 if tuple(given[key].shape) != shape:
                     raise RuntimeError(f"{key!r} has shape {list(given[key].shape)}, expected {list(shape)}")
                 out.set(key if key == "state_value" else ("vla_action", key), given[key].detach().cpu())
+        if request.mode == "act" and request.noise is not None:
+            for key, shape in served.head.trace_shapes.items():
+                value = given["trace", key]
+                if tuple(value.shape) != (rows, *shape):
+                    raise RuntimeError(f"trace {key!r} has shape {list(value.shape)}, expected {[rows, *shape]}")
+                out.set(("vla_action", "trace", key), value.detach().cpu())
+        if request.keep_features:
+            out.set("features", kept.cpu())
         out.set("policy_version", torch.full((rows, 1), served.version, dtype=torch.int64))
         return out
 
@@ -637,7 +656,7 @@ class TenantInferenceServer(InferenceServer):
         request = piece.request
         if request.failed:
             return
-        for key, value in rows.items(include_nested=True, leaves_only=True):
+        for key, value in rows.exclude("features").items(include_nested=True, leaves_only=True):
             if not bool(torch.isfinite(value).all()):
                 error = FloatingPointError(f"{key!r} holds NaN or infinity")
                 self._fail(request, error, type(request.served.head).__name__)
@@ -647,7 +666,7 @@ class TenantInferenceServer(InferenceServer):
         if request.answered < request.rows:
             return
         parts = request.answers
-        answer = parts[0] if len(parts) == 1 else cast(TensorDict, TensorDict.cat(parts))
+        answer = parts[0] if len(parts) == 1 else _joined(parts)
         answer.set_non_tensor("route", _Route(request.served.tenant, request.served.version, request.mode))
         self._count(rows_served=request.rows)
         self.transport.resolve(request.future, answer)
@@ -659,6 +678,13 @@ class TenantInferenceServer(InferenceServer):
         self.transport.resolve_exception(
             request.future, _named(error, f"tenant {served.tenant!r}, version {served.version}: {where}")
         )
+
+
+def _joined(parts: list[TensorDict]) -> TensorDict:
+    answer = cast(TensorDict, TensorDict.cat([part.exclude("features") for part in parts]))
+    if "features" in parts[0].keys():
+        answer.set("features", concatenate_features([cast(VLAFeature, part.get("features")) for part in parts]))
+    return answer
 
 
 def _packs(requests: Sequence[_Request], max_rows: int) -> Iterator[list[_Piece]]:
@@ -697,7 +723,11 @@ class TenantPolicyClient(TensorDictModuleBase):
     Reads from a TensorDict ``[N]``: ``("observation", "image", <camera>)`` uint8 ``[N, 3, H, W]``,
     ``("observation", "state")`` float32 ``[N, S]``, ``language_instruction`` (one string per row). Writes
     ``("vla_action", "chunk")`` float32 ``[N, T, A]`` (normalised), ``policy_version`` int64 ``[N, 1]``, and for heads
-    that support RL ``("vla_action", "log_probs")`` ``[N, T, A]`` and ``state_value`` ``[N, 1]``.
+    that support RL ``("vla_action", "log_probs")`` ``[N, T, A]``, ``("vla_action", "trace", ...)`` and ``state_value``
+    ``[N, 1]``.
+
+    With ``record_features`` the features that the head saw come back too, compactly, and wait in :meth:`take_features`
+    in the order of the calls: training can use them without another backbone pass.
 
     Sampling noise is drawn here, from ``generator``, never from a global generator: TorchRL's exploration type is not
     consulted. Use one client per thread.
@@ -736,12 +766,15 @@ class TenantPolicyClient(TensorDictModuleBase):
             seed = int.from_bytes(hashlib.sha256(tenant.encode()).digest()[:7], "little")
             generator = torch.Generator().manual_seed(seed)
         self.generator = generator
-        self._noise_shape = (served.schema.chunk, served.schema.action_dim)
+        self._noise_shape = served.head.noise_shape
+        self.record_features = False
+        self._features: list[VLAFeature] = []
         cameras = [("observation", "image", camera) for camera in served.schema.cameras]
         in_keys: list[Any] = [*cameras, ("observation", "state"), "language_instruction"]
         out_keys: list[Any] = [("vla_action", "chunk"), "policy_version"]
         if served.head.supports_rl:
             out_keys += [("vla_action", "log_probs"), "state_value"]
+            out_keys += [("vla_action", "trace", key) for key in served.head.trace_shapes]
         self.in_keys, self.out_keys = in_keys, out_keys
 
     def get_rng_state(self) -> Tensor:
@@ -766,7 +799,8 @@ class TenantPolicyClient(TensorDictModuleBase):
                 request.set(key, td.get(key))
         if mode == "act" and self.sample:
             request.set("noise", torch.randn(*td.batch_size, *self._noise_shape, generator=self.generator))
-        request.set_non_tensor("route", _Route(self.tenant, self.version, mode))
+        keep = self.record_features and mode == "act"
+        request.set_non_tensor("route", _Route(self.tenant, self.version, mode, keep))
         return self.server.transport.submit(request.copy())
 
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
@@ -778,11 +812,18 @@ class TenantPolicyClient(TensorDictModuleBase):
             TimeoutError: no answer within ``timeout_s``.
         """
         answer = self._wait(self.submit(tensordict))
+        if "features" in answer.keys():
+            self._features.append(cast(VLAFeature, answer.get("features")))
         device = tensordict.device
         for key in ("vla_action", "policy_version", "state_value"):
             if key in answer.keys():
                 tensordict.set(key, answer.get(key) if device is None else answer.get(key).to(device))
         return tensordict
+
+    def take_features(self) -> list[VLAFeature]:
+        """What :attr:`record_features` kept since the last call of this method: one feature ``[N]`` per decision."""
+        taken, self._features = self._features, []
+        return taken
 
     def value(self, td: TensorDictBase) -> Tensor:
         """Critic estimate ``[N, 1]`` for the observations in ``td`` ``[N]`` (bootstrap of the last step).

@@ -429,13 +429,20 @@ class Scheduler:
                 return None
             return self._lease(min(waiting, key=lambda job: (-job.priority, job.created_seq)), deadline_s)
 
-    def lease_next(self, actor_versions: dict[str, int], timeout_s: float, deadline_s: float) -> Job | None:
+    def lease_next(
+        self,
+        actor_versions: dict[str, int],
+        timeout_s: float,
+        deadline_s: float,
+        where: Callable[[Job], bool] = lambda job: True,
+    ) -> Job | None:
         """Leases the READY job that is next in order; drops stale ones on the way.
 
         Args:
             actor_versions: tenant -> its policy version at the actor. Jobs of tenants not named here are left alone.
             timeout_s: how long to wait for one; 0 does not wait.
             deadline_s: the lease returns by itself after so many seconds.
+            where: leaves other jobs alone (it runs under the scheduler's lock: look, do not call back).
 
         Returns:
             The job in state LEASED, or None on timeout or close.
@@ -450,7 +457,7 @@ class Scheduler:
                 ready = [
                     job
                     for job in self._jobs.values()
-                    if job.state == JobState.READY and job.tenant_id in actor_versions
+                    if job.state == JobState.READY and job.tenant_id in actor_versions and where(job)
                 ]
                 stale = [job for job in ready if _is_stale(job, actor_versions[job.tenant_id])]
                 dropped = [self._end(job, JobState.DROPPED, "policy_stale") for job in stale]

@@ -1,0 +1,1 @@
+"""Features of the frozen backbone, computed once and then served."""

@@ -1,0 +1,170 @@
+"""How much memory a backbone and the tenants' heads need: reported in the banner, used by admission, estimated ahead.
+
+Per trainable parameter a tenant holds, in float32: weight, gradient, two Adam moments (Kingma and Ba 2015), the copy
+that inference serves and the spare copy that the next publication reuses; ``ema_decay`` adds the average.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import psutil
+import torch
+from hydra.utils import get_class
+from torch import nn
+
+from nexus_lightning.backbone import Backbone, VLAFeature
+from nexus_lightning.config import ConfigError, NexusConfig
+from nexus_lightning.head import ActionHead
+from nexus_lightning.monitoring.banner import count_text, text_table
+from nexus_lightning.tenant import TenantSpec, build_head, derive_seed
+
+#: Copies of a head besides the trained one: served and spare.
+SERVED_COPIES = 2
+
+
+@dataclass(frozen=True)
+class HeadMemory:
+    """What one tenant's head costs.
+
+    Attributes:
+        parameters: trainable parameters.
+        weights_bytes: parameters and buffers, once.
+        adam_bytes: both moments.
+        total_bytes: weights, gradients, moments, served copies, average.
+    """
+
+    parameters: int
+    weights_bytes: int
+    adam_bytes: int
+    total_bytes: int
+
+
+def head_memory(head: ActionHead, ema: bool = False) -> HeadMemory:
+    """Bytes of a head (it may live on the meta device)."""
+    trainable = [p for p in head.parameters() if p.requires_grad]
+    gradients = sum(p.numel() * p.element_size() for p in trainable)
+    weights = module_bytes(head)
+    copies = 1 + SERVED_COPIES + int(ema)
+    return HeadMemory(
+        parameters=sum(p.numel() for p in trainable),
+        weights_bytes=weights,
+        adam_bytes=2 * gradients,
+        total_bytes=copies * weights + 3 * gradients,
+    )
+
+
+def module_bytes(module: nn.Module) -> int:
+    """Parameters and buffers."""
+    return sum(t.numel() * t.element_size() for t in (*module.parameters(), *module.buffers()))
+
+
+def feature_bytes(feature: VLAFeature) -> int:
+    """Bytes per sample of a feature ``[B]``."""
+    return feature.bytes() // len(feature.pooled)
+
+
+def free_bytes(device: torch.device) -> int:
+    """Memory that is free now on ``device`` (of this machine for the CPU)."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    return psutil.virtual_memory().available
+
+
+class Admission:
+    """Hands out the memory that is free at the start; refuses the tenant for whom it does not suffice.
+
+    Example:
+        >>> admission = Admission(free=3_000_000_000)
+        >>> admission.admit("a", 2_000_000_000)
+        >>> admission.admit("b", 2_600_000_000)
+        Traceback (most recent call last):
+        ValueError: tenants.b: this tenant needs 2.6 GB, 1.0 GB is free; take a smaller head or fewer tenants
+    """
+
+    def __init__(self, free: int) -> None:
+        self.free = free
+
+    def admit(self, tenant: str, needed: int) -> None:
+        """Reserve ``needed`` bytes.
+
+        Raises:
+            ValueError: they are not free.
+        """
+        if needed > self.free:
+            raise ValueError(
+                f"tenants.{tenant}: this tenant needs {gigabytes(needed)}, {gigabytes(max(self.free, 0))} is free; "
+                "take a smaller head or fewer tenants"
+            )
+        self.free -= needed
+
+
+def gigabytes(count: int) -> str:
+    """A number of bytes for people.
+
+    Example:
+        >>> gigabytes(2_600_000_000), gigabytes(4_200_000)
+        ('2.6 GB', '4.2 MB')
+    """
+    return f"{count / 1e9:.1f} GB" if count >= 10**8 else f"{count / 1e6:.1f} MB"
+
+
+def meta_backbone(node: dict[str, Any]) -> Backbone:
+    """A backbone's YAML -> its architecture without weights where the class can (``on_meta``), else the real one.
+
+    Raises:
+        ConfigError: it cannot be built.
+    """
+    cls: Any = get_class(node["_target_"])
+    arguments = {key: value for key, value in node.items() if key != "_target_"}
+    build: Callable[..., Backbone] = getattr(cls, "on_meta", cls)
+    try:
+        return build(**arguments)
+    except (ImportError, OSError, ValueError) as error:
+        raise ConfigError([f"backbone: {error}"]) from error
+
+
+def estimate(config: NexusConfig, backbone: Backbone | None = None) -> dict[str, Any]:
+    """Memory of a validated configuration, without weights or data.
+
+    Args:
+        config: see :func:`nexus_lightning.config.validate`.
+        backbone: an already built one; None builds the architecture alone.
+
+    Returns:
+        ``{"backbone": {"name", "parameters", "bytes"}, "tenants": {name: {"head", "kind", "parameters",
+        "weights_bytes", "adam_bytes", "total_bytes"}}, "total_bytes"}``.
+    """
+    backbone = meta_backbone(config.backbone) if backbone is None else backbone
+    tenants: dict[str, Any] = {}
+    for name, tenant in config.tenants.items():
+        spec = TenantSpec.compile(name, tenant, config.seed)
+        try:
+            head = build_head(tenant, spec.schema, backbone, derive_seed(spec.seed, "init"))
+        except (ImportError, OSError, ValueError) as error:
+            raise ConfigError([f"tenants.{name}: {error}"]) from error
+        memory = head_memory(head, ema=tenant.head.get("ema_decay") is not None)
+        tenants[name] = {"head": type(head).__name__, "kind": head.feature_spec.kind, **memory.__dict__}
+    held = {
+        "name": type(backbone).__name__,
+        "parameters": sum(p.numel() for p in backbone.parameters()),
+        "bytes": module_bytes(backbone),
+    }
+    total = held["bytes"] + sum(t["total_bytes"] for t in tenants.values())
+    return {"backbone": held, "tenants": tenants, "total_bytes": total}
+
+
+def estimate_table(figures: dict[str, Any], free: int) -> str:
+    """The figures of :func:`estimate` for people."""
+    held = figures["backbone"]
+    rows = [("backbone", held["name"], "", f"{count_text(held['parameters'])} frozen", "", gigabytes(held["bytes"]))]
+    for name, t in figures["tenants"].items():
+        parameters, adam = f"{count_text(t['parameters'])} trained", gigabytes(t["adam_bytes"])
+        rows.append((name, t["head"], t["kind"], parameters, adam, gigabytes(t["total_bytes"])))
+    rows.append(("together", "", "", "", "", gigabytes(figures["total_bytes"])))
+    table = text_table(("", "", "reads", "parameters", "Adam", "memory"), rows)
+    fits = "fits" if figures["total_bytes"] <= free else "does NOT fit"
+    note = "simulators, features and activations are not counted"
+    return f"{table}\n{gigabytes(free)} is free on this machine: it {fits} ({note})"
