@@ -172,6 +172,13 @@ def _check(backbone_name: str, head_name: str) -> tuple[dict[str, Any], int]:
     failed = [r for r in results if r["result"] == "FAILED"]
     for result in failed:
         print(f"\n{result['backbone']} + {result['head'] or '(itself)'}: {result['detail']}")
+    reasons: dict[str, set[str]] = {}
+    for result in results:
+        if result["result"] == "does not fit":
+            reasons.setdefault(f"{result['head']}: {result['detail']}", set()).add(result["backbone"])
+    print("\nnot checked, because they do not fit:")
+    for reason, names in sorted(reasons.items()):
+        print(f"  {reason} ({', '.join(sorted(names))})")
     counts = {key: sum(r["result"] == key for r in results) for key in ("ok", "FAILED", "does not fit")}
     print("\n" + ", ".join(f"{count} {key}" for key, count in counts.items()))
     return {"results": results, "summary": counts}, len(failed)
@@ -220,7 +227,7 @@ def _build(
 ) -> ActionHead:
     _, arguments, settings = split_head(node)
     kind = choose_kind(cls.reads, backbone.kinds, settings.get("kind"))
-    if "pretrained" in arguments and isinstance(backbone_node.get("pretrained"), str):
+    if cls.backbones and isinstance(backbone_node.get("pretrained"), str):
         arguments["pretrained"] = backbone_node["pretrained"]  # backbone and head of one published policy
     if cls.continues_backbone:
         arguments["backbone"] = SharedBackbone(backbone)

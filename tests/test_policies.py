@@ -16,7 +16,7 @@ from models.backbones.groot import GrootBackbone
 from models.backbones.pi0 import Pi0Backbone
 from models.backbones.policies import read_weights, under
 from models.backbones.smolvla import SmolVLABackbone
-from models.backbones.tiny_policies import tiny_policy
+from models.backbones.tiny_policies import ACTION_DIM, STATE_DIM, tiny_policy
 from models.heads.groot import GrootHead
 from models.heads.pi0 import Pi0Head
 from models.heads.smolvla import SmolVLAHead
@@ -237,7 +237,7 @@ def test_smolvla_acts_as_lerobots_policy(backbones, smolvla_policy):
     backbone = backbones("smolvla")
     observation, features, state, _ = inputs(backbone, "smolvla")
     head = make_head("smolvla", backbone).eval()
-    noise = torch.randn(3, 8, 6)
+    noise = torch.randn(3, 8, ACTION_DIM)
     batch = smolvla_batch(smolvla_policy, observation, state, INSTRUCTIONS)
     expected = smolvla_policy.predict_action_chunk(dict(batch), noise)
     zeros = smolvla_policy.predict_action_chunk(dict(batch), torch.zeros_like(noise))
@@ -252,7 +252,7 @@ def test_smolvla_loss_is_lerobots(backbones, smolvla_policy):
     backbone = backbones("smolvla")
     observation, features, state, actions = inputs(backbone, "smolvla")
     head = make_head("smolvla", backbone)
-    noise, time = torch.randn(3, 8, 6), torch.tensor([0.1, 0.5, 0.95])
+    noise, time = torch.randn(3, 8, ACTION_DIM), torch.tensor([0.1, 0.5, 0.95])
     is_pad = torch.zeros(3, 8, dtype=torch.bool)
     is_pad[1, 5:] = True
     batch = smolvla_batch(smolvla_policy, observation, state, INSTRUCTIONS, actions) | {"action_is_pad": is_pad}
@@ -272,7 +272,7 @@ def test_smolvla_shorter_chunk_gives_the_first_actions(backbones):
     backbone = backbones("smolvla")
     _, features, state, _ = inputs(backbone, "smolvla")
     short = TenantSchema(**{**SCHEMA.__dict__, "chunk": 5})
-    noise = torch.randn(3, 8, 6)
+    noise = torch.randn(3, 8, ACTION_DIM)
     with torch.no_grad():
         whole = make_head("smolvla", backbone).sample_actions(features, state, noise)
         first = make_head("smolvla", backbone, short).sample_actions(features, state, noise[:, :5])
@@ -283,8 +283,8 @@ def test_smolvla_refuses_what_does_not_fit(backbones, tmp_path):
     backbone = backbones("smolvla")
     with pytest.raises(ValueError, match="at least one camera"):
         backbone.feature_spec(TenantSchema(state_dim=2, action_dim=2, chunk=2, execute=1))
-    with pytest.raises(ValueError, match="action_dim=7: the checkpoint takes at most 6"):
-        make_head("smolvla", backbone, TenantSchema(**{**SCHEMA.__dict__, "action_dim": 7}))
+    with pytest.raises(ValueError, match="action_dim=9: the checkpoint takes at most 8"):
+        make_head("smolvla", backbone, TenantSchema(**{**SCHEMA.__dict__, "action_dim": 9}))
     with pytest.raises(ValueError, match=r"has no config\.json"):
         SmolVLABackbone(str(tmp_path))
     with torch.no_grad():
@@ -333,8 +333,8 @@ def test_pi0_acts_as_transformers_policy(backbones, pi0_policy):
     observation, features, state, _ = inputs(backbone, "pi0")
     head = make_head("pi0", backbone).eval()
     batch = pi0_batch(observation, INSTRUCTIONS)
-    noise = torch.randn(3, 8, 6)
-    expected = pi0_policy.sample_actions(state=padded(state, 8), noise=noise, **batch)[..., :4]
+    noise = torch.randn(3, 8, ACTION_DIM)
+    expected = pi0_policy.sample_actions(state=padded(state, STATE_DIM), noise=noise, **batch)[..., :4]
     with torch.no_grad():
         chunk = head.sample_actions(features, state, noise)
     torch.testing.assert_close(chunk, expected, rtol=0, atol=1e-5)
@@ -345,22 +345,22 @@ def test_pi0_velocity_loss_and_gradients_are_transformers(backbones, pi0_policy)
     backbone = backbones("pi0")
     observation, features, state, actions = inputs(backbone, "pi0")
     head = make_head("pi0", backbone)
-    noise, time = torch.randn(3, 8, 6), torch.tensor([0.1, 0.5, 0.95])
+    noise, time = torch.randn(3, 8, ACTION_DIM), torch.tensor([0.1, 0.5, 0.95])
     pi0_policy.zero_grad()
     out = pi0_policy(
-        state=padded(state, 8),
+        state=padded(state, STATE_DIM),
         noise=noise,
         timestep=time,
-        actions=padded(actions, 6),
+        actions=padded(actions, ACTION_DIM),
         **pi0_batch(observation, INSTRUCTIONS),
     )
     # Only the real dims are ours to learn; theirs averages the padded ones too.
-    expected = (out.logits - (noise - padded(actions, 6)))[..., :4].square().mean()
+    expected = (out.logits - (noise - padded(actions, ACTION_DIM)))[..., :4].square().mean()
     expected.backward()
     our_time = 1 - time.unsqueeze(1).double()
-    noisy = time[:, None, None] * noise + (1 - time[:, None, None]) * padded(actions, 6)
+    noisy = time[:, None, None] * noise + (1 - time[:, None, None]) * padded(actions, ACTION_DIM)
     with torch.no_grad():
-        memory = head.memory(features, padded(state, 8))
+        memory = head.memory(features, padded(state, STATE_DIM))
         velocity = head.velocity(noisy.unsqueeze(1), our_time, memory, None).squeeze(1)
     torch.testing.assert_close(velocity, -out.logits.detach(), rtol=0, atol=1e-5)
     is_pad = torch.zeros(3, 8, dtype=torch.bool)
@@ -399,8 +399,8 @@ def test_pi0_reads_the_names_of_the_published_checkpoint(backbones, tmp_path):
 
 def test_pi0_refuses_what_does_not_fit(backbones):
     backbone = backbones("pi0")
-    with pytest.raises(ValueError, match="state_dim=9: the checkpoint takes at most 8"):
-        make_head("pi0", backbone, TenantSchema(**{**SCHEMA.__dict__, "state_dim": 9}))
+    with pytest.raises(ValueError, match="state_dim=41: the checkpoint takes at most 40"):
+        make_head("pi0", backbone, TenantSchema(**{**SCHEMA.__dict__, "state_dim": 41}))
     with pytest.raises(ValueError, match="is a qwen3_vl checkpoint"):
         Pi0Backbone(str(tiny_policy("groot") / "vlm"))
     spec = backbones("smolvla").feature_spec(SCHEMA, "kv")
@@ -436,11 +436,14 @@ def groot_outputs(policy, observation, row, instruction, state, actions=None):
     encoded = step(transition)[TransitionKey.COMPLEMENTARY_DATA]
     with torch.no_grad():
         states = policy.backbone(BatchFeature({k: v for k, v in encoded.items() if k != "language"}))
-    action_input = {"state": padded(state[row : row + 1], 8)[:, None], "embodiment_id": torch.tensor([EMBODIMENT])}
+    action_input = {
+        "state": padded(state[row : row + 1], STATE_DIM)[:, None],
+        "embodiment_id": torch.tensor([EMBODIMENT]),
+    }
     if actions is not None:
-        mask = torch.zeros(1, 8, 6)
+        mask = torch.zeros(1, 8, ACTION_DIM)
         mask[..., :4] = 1
-        action_input |= {"action": padded(actions[row : row + 1], 6), "action_mask": mask}
+        action_input |= {"action": padded(actions[row : row + 1], ACTION_DIM), "action_mask": mask}
     return states, BatchFeature(action_input)
 
 
@@ -455,7 +458,7 @@ def test_groot_acts_as_lerobots_policy(backbones, groot_policy):
         torch.manual_seed(row)
         expected.append(groot_policy.action_head.get_action(states, action_input)["action_pred"][..., :4])
         torch.manual_seed(row)
-        noise.append(torch.randn(1, 8, 6))
+        noise.append(torch.randn(1, 8, ACTION_DIM))
     noise, expected = torch.cat(noise), torch.cat(expected)
     with torch.no_grad():
         chunk = head.sample_actions(features, state, noise)
@@ -474,7 +477,7 @@ def test_groot_loss_and_gradients_are_lerobots(backbones, groot_policy):
     expected = groot_policy.action_head(states, action_input)["loss"]
     expected.backward()
     torch.manual_seed(0)
-    noise = torch.randn(1, 8, 6)
+    noise = torch.randn(1, 8, ACTION_DIM)
     time = groot_policy.action_head.sample_time(1, torch.device("cpu"), torch.float32)
     feature = backbone(observation[row : row + 1], [instruction], SCHEMA, ("tokens",))
     sample = slice(row, row + 1)

@@ -20,7 +20,7 @@ from torch import nn
 
 from models.backbones.tiny import HEADS, HIDDEN, build_checkpoint, tiny_config
 
-CHUNK, STATE_DIM, ACTION_DIM, STEPS = 8, 8, 6, 3
+CHUNK, STATE_DIM, ACTION_DIM, STEPS = 8, 40, 8, 3
 #: Longest instruction in tokens; the byte-level tokenizer has one per byte.
 TEXT_TOKENS = 96
 

@@ -9,7 +9,7 @@ Shape suffixes: B samples, L tokens, D token width, K keypoints, S state dims, T
     state [B,S] -----------------------------------------------------------------------+
 
 This is kind ``tokens``. Kind ``pooled``: the backbone's pooled vector and the state --> MLP. Kind ``action_tokens``:
-each of the T action tokens, with the state added --> residual MLP --> its A dims (OpenVLA-OFT, arXiv 2502.19645).
+each of the T action tokens, with state and step added --> residual MLP --> its A dims (OpenVLA-OFT, arXiv 2502.19645).
 
 A global average over an image loses where things are; keypoints (deep spatial autoencoders, Finn et al. 2016,
 arXiv 1509.06113) keep it and stay cheap on a CPU.
@@ -185,8 +185,8 @@ class PooledMLP(nn.Module):
 class _TokenMLP(nn.Module):
     """Each action token's state, with the robot's state added, through residual blocks: ``[B, T, A]``.
 
-    The regression head of OpenVLA-OFT (Kim et al. 2025, arXiv 2502.19645): one network for all steps; what differs
-    between them is in the tokens.
+    The regression head of OpenVLA-OFT (Kim et al. 2025, arXiv 2502.19645): one network for all steps. OFT trains the
+    VLM to tell the steps apart; here it is frozen and the action tokens are all alike, so each step has an embedding.
     """
 
     def __init__(
@@ -196,6 +196,7 @@ class _TokenMLP(nn.Module):
         self.name = segment.name
         self.embed = nn.Sequential(nn.LayerNorm(segment.dim), nn.Linear(segment.dim, hidden_dim))
         self.embed_state = nn.Linear(schema.state_dim, hidden_dim)
+        self.step = nn.Parameter(0.5 * torch.randn(schema.chunk, hidden_dim))  # as large as the embedded tokens
         self.blocks = nn.ModuleList(
             nn.Sequential(nn.LayerNorm(hidden_dim), nn.Linear(hidden_dim, hidden_dim), ACTIVATIONS[activation]())
             for _ in range(num_layers)
@@ -203,7 +204,7 @@ class _TokenMLP(nn.Module):
         self.out = nn.Sequential(nn.LayerNorm(hidden_dim), nn.Linear(hidden_dim, schema.action_dim))
 
     def forward(self, features: VLAFeature, state: Tensor) -> Tensor:
-        x_BTD = self.embed(features.tokens[self.name]) + self.embed_state(state).unsqueeze(1)
+        x_BTD = self.embed(features.tokens[self.name]) + self.embed_state(state).unsqueeze(1) + self.step
         for block in self.blocks:
             x_BTD = x_BTD + block(x_BTD)
         return self.out(x_BTD)
