@@ -8,7 +8,7 @@ from pathlib import Path
 import hydra
 from omegaconf import DictConfig
 
-from nexus_lightning.config import ConfigError, register_configs, to_config
+from nexus_lightning.config import ConfigError, head_overrides, register_configs, to_config
 
 register_configs()
 
@@ -39,4 +39,5 @@ def main(cfg: DictConfig) -> None:
 
 
 if __name__ == "__main__":
+    sys.argv[1:] = head_overrides(sys.argv[1:])
     main()

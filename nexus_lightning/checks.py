@@ -31,6 +31,8 @@ INSTRUCTIONS = (
     "push the red cube to the goal",
     "pick up the alphabet soup and then place it in the basket, slowly",
 )
+#: Decisions drawn to check a likelihood.
+LIKELIHOOD_SAMPLES = 1024
 #: Tokens of a random non-spatial segment.
 TEXT_TOKENS = 7
 
@@ -85,8 +87,8 @@ def check_head(
 
     Checks shapes, finiteness, determinism, that the global random generators stay untouched in ``act``, that neither
     padding tokens nor batch mates change a sample's action, that padded steps carry no loss and no gradient, that
-    inputs are left as they were, that a payload restores the head, and for RL heads that log-probabilities, values and
-    the separation of actor and critic are consistent.
+    inputs are left as they were, that a payload restores the head, and for RL heads that log-probabilities (also
+    against a Monte-Carlo estimate), values and the separation of actor and critic are consistent.
 
     Args:
         head: an instance, or (better: the payload check is then sharper) a class or factory ``(spec, schema) -> head``.
@@ -127,6 +129,8 @@ def check_head(
     _check_loss(head, batch, problems, tolerance)
     if head.supports_rl:
         _check_rl(head, batch, problems, tolerance)
+        problems.stop()
+        _check_likelihood(head, batch, problems)
     _check_payload(head, twin, batch, problems)
     problems.stop()
 
@@ -367,6 +371,38 @@ def _check_rl(head: ActionHead, batch: _HeadBatch, problems: _Problems, toleranc
             problems.add(f"{name} gives no gradient")
         if wrong := [n for n in reached if not wanted(n)]:
             problems.add(f"{name} gives gradients to {', '.join(wrong[:3])}: keep actor and critic (value_head) apart")
+
+
+def _check_likelihood(head: ActionHead, batch: _HeadBatch, problems: _Problems) -> None:
+    """Monte Carlo: the mean of p_new(decision) / p_old(decision) over decisions of the old policy is 1.
+
+    It holds for true log-densities and for little else: a forgotten normaliser, step or dim breaks it.
+    """
+    head.eval()
+    other, generator = copy.deepcopy(head), torch.Generator().manual_seed(1)
+    row = torch.zeros(LIKELIHOOD_SAMPLES, dtype=torch.long)
+    features, state = cast(VLAFeature, batch.features[row]), batch.state[row]
+    noise = torch.randn(LIKELIHOOD_SAMPLES, *head.noise_shape, generator=generator)
+    directions = [torch.randn(p.shape, generator=generator) * (p.abs().mean() + 1e-3) for p in head.parameters()]
+    with torch.no_grad():
+        sample = head.act(features, state, noise)
+        old = head.evaluate(features, state, sample)[0].double().sum((1, 2))
+        scale = 1e-3
+        for _ in range(20):  # as far away as the mean can still be estimated
+            for p, q, direction in zip(other.parameters(), head.parameters(), directions, strict=True):
+                p.copy_(q + scale * direction)
+            difference = other.evaluate(features, state, sample)[0].double().sum((1, 2)) - old
+            spread = float(difference.std())
+            if 0.6 < spread < 0.8:
+                break
+            scale *= min(3.0, max(0.3, 0.7 / max(spread, 1e-6)))
+        ratio = difference.exp()
+        error = float(ratio.std()) / LIKELIHOOD_SAMPLES**0.5
+    if not ratio.isfinite().all() or abs(float(ratio.mean()) - 1) > 4 * error + 1e-3:
+        problems.add(
+            f"evaluate: over its own samples the mean of p_new / p_old is {float(ratio.mean()):.3f} +- {error:.3f} for "
+            "a slightly changed copy and must be 1: the log_probs are not those of what act draws"
+        )
 
 
 def _check_payload(head: ActionHead, twin: ActionHead | None, batch: _HeadBatch, problems: _Problems) -> None:

@@ -12,6 +12,7 @@ import hashlib
 import importlib.util
 import inspect
 import json
+import math
 import re
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, is_dataclass
@@ -41,6 +42,12 @@ OPTIMIZER_KEYS = (
     "kind",
 )
 LR_SCHEDULES = ("constant", "cosine")
+ALGORITHM_CHOICES = {
+    "name": ("ppo", "grpo", "reinforce"),
+    "discount_per": ("chunk", "step"),
+    "log_prob_level": ("chunk", "action", "token"),
+    "log_prob": ("sum", "mean"),
+}
 FEATURE_REUSE = ("auto", "always", "never")
 TENANT_NAME = re.compile(r"^[A-Za-z][A-Za-z0-9_-]{0,63}$")
 
@@ -133,19 +140,22 @@ class FeaturesConfig:
 
 @dataclass
 class AlgorithmConfig:
-    """PPO on chunks (torchrl.objectives.ClipPPOLoss)."""
+    """Policy gradients on chunks; see nexus_lightning/objectives/policy_gradient.py."""
 
-    name: str = "ppo"
+    name: str = "ppo"  # ppo | grpo | reinforce
     chunks_per_job: int = MISSING  # policy decisions per simulator and training job
     epochs: int = 4
     minibatch_size: int = 64
-    gamma: float = 0.99  # per chunk
+    gamma: float = 0.99  # per `discount_per`
+    discount_per: str = "chunk"  # chunk: every decision | step: every environment step that the decision took
+    group_size: int | None = None  # grpo: simulators that start from the same initial state
     gae_lambda: float = 0.95
     clip_epsilon: float = 0.2
     entropy_coef: float = 0.0
     critic_coef: float = 0.5
     value_warmup_jobs: int = 0  # train only the critic for this many jobs
-    log_prob: str = "sum"  # over the executed actions and dims of a chunk: sum | mean
+    log_prob_level: str = "chunk"  # what has a likelihood ratio of its own: chunk | action | token (one dim)
+    log_prob: str = "sum"  # over the elements of such a unit: sum | mean
 
 
 @dataclass
@@ -193,13 +203,13 @@ class TenantConfig:
 class TrainingQueueConfig:
     max_gb_per_tenant: float = 2.0  # partitions of one tenant; producers wait beyond it
     lease_deadline_s: float = 600.0  # a leased job that is not finished by then goes back
+    journal: bool = False  # keep every state change of every job in <run folder>/jobs.sqlite, safe from kill -9
 
 
 @dataclass
 class InferenceQueueConfig:
     max_batch_size: int = 64  # requests per batch at most (B)
-    min_batch_size: int = 1  # fire as soon as this many wait ...
-    timeout_s: float = 0.002  # ... or the first one has waited this long (T)
+    timeout_s: float = 0.005  # how long a batch waits for a session that may come back (T)
 
 
 @dataclass
@@ -259,10 +269,35 @@ def register_configs() -> None:
     ConfigStore.instance().store(name="nexus_config", node=NexusConfig)
 
 
+def head_overrides(overrides: list[str]) -> list[str]:
+    """``tenants.<t>.head=<name>`` replaces a tenant's whole head; ``tenants.<t>.head.<key>=...`` adjusts the new one.
+
+    Hydra would merge the named head into the tenant's own, or refuse the second override; so both go under a marker
+    that :func:`to_config` resolves.
+
+    Example:
+        >>> head_overrides(["tenants.a.head=mlp", "tenants.a.head.lr=0.1", "tenants.b.head.lr=0.2"])
+        ['++tenants.a.head._new_.name=mlp', '++tenants.a.head._new_.lr=0.1', 'tenants.b.head.lr=0.2']
+    """
+    by_name = re.compile(r"\+{0,2}tenants\.([^.=]+)\.head=([\w,]+)")
+    named = {match[1] for match in map(by_name.fullmatch, overrides) if match and match[2] != "null"}
+    out = []
+    for override in overrides:
+        match, key = by_name.fullmatch(override), re.fullmatch(r"\+{0,2}tenants\.([^.=]+)\.head\.(.+)", override)
+        if match and match[1] in named:
+            out.append(f"++tenants.{match[1]}.head._new_.name={match[2]}")
+        elif key and key[1] in named:
+            out.append(f"++tenants.{key[1]}.head._new_.{key[2]}")
+        else:
+            out.append(override)
+    return out
+
+
 def to_config(cfg: DictConfig, head_dir: Path | None = None) -> NexusConfig:
     """Composed Hydra config -> typed objects.
 
-    A head given by name (``tenants.libero.head=flow_matching``) is read from ``head_dir/<name>.yaml``.
+    A head given by name (``tenants.libero.head=flow_matching``, see :func:`head_overrides`) is read from
+    ``head_dir/<name>.yaml`` in place of the tenant's own.
 
     Raises:
         ConfigError: a ``???`` value was not given, or a head file does not exist; all listed.
@@ -271,14 +306,18 @@ def to_config(cfg: DictConfig, head_dir: Path | None = None) -> NexusConfig:
     problems = []
     for name in cfg.tenants:
         tenant = cfg.tenants[name]
-        if OmegaConf.is_missing(tenant, "head") or not isinstance(tenant.head, str):
+        if OmegaConf.is_missing(tenant, "head"):
             continue
-        file = (head_dir or Path("conf/head")) / f"{tenant.head}.yaml"
+        head = tenant.head
+        new = {"name": head} if isinstance(head, str) else OmegaConf.to_container(head).pop("_new_", None)  # type: ignore
+        if new is None:
+            continue
+        file = (head_dir or Path("conf/head")) / f"{new.pop('name')}.yaml"
         if file.is_file():
-            tenant.head = OmegaConf.load(file)
+            tenant.head = {**OmegaConf.to_container(OmegaConf.load(file)), **new}  # type: ignore[dict-item]
         else:
             choices = ", ".join(sorted(p.stem for p in file.parent.glob("*.yaml")))
-            problems.append(f"tenants.{name}.head={tenant.head}: no such head; choose one of {choices}")
+            problems.append(f"tenants.{name}.head={file.stem}: no such head; choose one of {choices}")
     for key in sorted(OmegaConf.missing_keys(cfg)):
         problems.append(f"{key}: a value is required")
     if problems:
@@ -360,6 +399,13 @@ def validate(config: NexusConfig) -> None:
         )
     if config.placement.devices != 1:
         problems.append(f"placement.devices={config.placement.devices}: only 1 is supported so far")
+    inference = config.queues.inference
+    if inference.max_batch_size < 1:
+        problems.append(f"queues.inference.max_batch_size={inference.max_batch_size}: must be at least 1")
+    if not 0 <= inference.timeout_s < math.inf:
+        problems.append(
+            f"queues.inference.timeout_s={inference.timeout_s}: must be a number of seconds, 0 for no waiting"
+        )
     store = config.feature_store
     if store.store not in ("memory", "disk"):
         problems.append(f"feature_store.store={store.store}: choose memory or disk")
@@ -594,16 +640,42 @@ def _rl_problems(key: str, tenant: TenantConfig) -> list[str]:
     algorithm = tenant.algorithm
     if algorithm is None:
         return [*problems, f"{key}.algorithm: task rl needs an algorithm"]
-    if algorithm.name != "ppo":
-        problems.append(f"{key}.algorithm.name={algorithm.name}: choose one of ppo")
-    if algorithm.log_prob not in ("sum", "mean"):
-        problems.append(f"{key}.algorithm.log_prob={algorithm.log_prob}: choose one of sum, mean")
+    for name, choices in ALGORITHM_CHOICES.items():
+        if getattr(algorithm, name) not in choices:
+            problems.append(f"{key}.algorithm.{name}={getattr(algorithm, name)}: choose one of {', '.join(choices)}")
+    problems += _group_problems(key, algorithm, tenant.environment, tenant.schema.execute)
+    if algorithm.name == "reinforce" and algorithm.epochs != 1:
+        problems.append(f"{key}.algorithm.epochs={algorithm.epochs}: reinforce uses each rollout once; set it to 1")
+    if algorithm.name == "reinforce" and algorithm.entropy_coef:
+        problems.append(f"{key}.algorithm.entropy_coef={algorithm.entropy_coef}: reinforce has none; set it to 0")
+    if algorithm.name == "grpo" and algorithm.value_warmup_jobs:
+        problems.append(f"{key}.algorithm.value_warmup_jobs={algorithm.value_warmup_jobs}: grpo has no critic; set 0")
     for name in ("chunks_per_job", "epochs", "minibatch_size"):
         if getattr(algorithm, name) < 1:
             problems.append(f"{key}.algorithm.{name}={getattr(algorithm, name)}: must be at least 1")
     for name in ("gamma", "gae_lambda"):
         if not 0 <= getattr(algorithm, name) <= 1:
             problems.append(f"{key}.algorithm.{name}={getattr(algorithm, name)}: must lie in [0, 1]")
+    return problems
+
+
+def _group_problems(
+    key: str, algorithm: AlgorithmConfig, environment: EnvironmentConfig | None, execute: int
+) -> list[str]:
+    size, where = algorithm.group_size, f"{key}.algorithm.group_size={algorithm.group_size}"
+    if algorithm.name != "grpo":
+        return [] if size is None else [f"{where}: only grpo has groups; set it to null"]
+    if size is None or size < 2:
+        return [f"{where}: grpo compares episodes of one initial state; it must be at least 2"]
+    problems = []
+    if environment is not None and environment.num_envs % size:
+        problems.append(f"{where}: must divide {key}.environment.num_envs={environment.num_envs}")
+    horizon = None if environment is None else environment.simulator.get("horizon")
+    if isinstance(horizon, int) and algorithm.chunks_per_job * execute < horizon:
+        problems.append(
+            f"{key}.algorithm.chunks_per_job={algorithm.chunks_per_job}: grpo needs whole episodes; with "
+            f"{key}.schema.execute={execute} and a horizon of {horizon} at least {-(-horizon // execute)}"
+        )
     return problems
 
 

@@ -90,9 +90,9 @@ class SimulatorEnv(EnvBase):
     last one of that episode. Resets are partial (``_reset`` mask), as TorchRL's collectors and ``rollout`` do them. An
     env that is done and not yet reset ignores steps: reward 0, nothing executed, still done.
 
-    Seeds: env i starts its k-th episode with a seed derived from ``(seed, i, k)``; :attr:`episodes_started` holds the
-    k's. :meth:`set_episodes` fixes the seeds to run instead; an env that finds none left is *exhausted*: its reset
-    gives its last observation back, its steps do nothing and are done.
+    Seeds: env i starts its k-th episode with a seed derived from ``(seed, i // group_size, k)``;
+    :attr:`episodes_started` holds the k's. :meth:`set_episodes` fixes the seeds to run instead; an env that finds none
+    left is *exhausted*: its reset gives its last observation back, its steps do nothing and are done.
 
     Why not ``torchrl.envs.ParallelEnv``: it builds a throw-away simulator in the parent to read the specs (1 GB and
     10 s each here), has no seed per episode, and a worker that dies leaves it waiting or ends in a bare ``EOFError``.
@@ -108,6 +108,7 @@ class SimulatorEnv(EnvBase):
         seed: of the seed sequence.
         tenant: name for messages.
         inline: run the simulators in this process, one after the other (for light ones).
+        group_size: neighbouring envs that start their k-th episodes alike (GRPO compares them).
         record_frames: keep a video frame of env 0 at each reset and chunk end, see :meth:`pop_frames`.
         start_timeout_s: time for starting a process and its first reset.
         step_timeout_s: time for each later reset or chunk.
@@ -129,6 +130,7 @@ class SimulatorEnv(EnvBase):
         seed: int = 0,
         tenant: str = "",
         inline: bool = False,
+        group_size: int = 1,
         record_frames: bool = False,
         start_timeout_s: float = 600.0,
         step_timeout_s: float = 120.0,
@@ -146,6 +148,7 @@ class SimulatorEnv(EnvBase):
         self.record_frames = record_frames
         self.start_timeout_s = start_timeout_s
         self.step_timeout_s = step_timeout_s
+        self.group_size = group_size
         self._kind = InlineSimulator if inline else SimulatorProcess
         self._workers: list[InlineSimulator | SimulatorProcess | None] = [None] * num_envs
         self._episodes = [_Episode() for _ in range(num_envs)]
@@ -243,7 +246,7 @@ class SimulatorEnv(EnvBase):
             return self._fixed_seeds.popleft() if self._fixed_seeds else None
         k = self._episodes_started[i]
         self._episodes_started[i] += 1
-        return int(np.random.SeedSequence((self._seed, i, k)).generate_state(1)[0] & 0x7FFFFFFF)
+        return int(np.random.SeedSequence((self._seed, i // self.group_size, k)).generate_state(1)[0] & 0x7FFFFFFF)
 
     def _reset(self, tensordict: TensorDictBase | None = None, **kwargs: Any) -> TensorDict:
         mask = None if tensordict is None else tensordict.get("_reset", None)

@@ -28,7 +28,7 @@ def evaluate(
     if environment is None:
         raise ValueError(f"payload {policy.path}: tenant {slot.name!r} has no environment to evaluate in")
     served = ServedPolicies(policy.backbone)
-    served.publish(slot.name, slot.policy_version, slot.head, slot.normalizer, policy.schema)
+    served.publish(slot.name, slot.policy_version, slot.serving_head, slot.normalizer, policy.schema)
     env = SimulatorEnv(
         environment.simulator,
         policy.schema,

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from nexus_lightning.backbone import Backbone, VLAFeature
 from nexus_lightning.checkpoint import read_payload
 from nexus_lightning.features.grouping import EncodeRequest, EncodeStats, encode_together
-from nexus_lightning.objectives import PPOObjective, SFTObjective
+from nexus_lightning.objectives import PolicyGradientObjective, SFTObjective
 from nexus_lightning.schema import TenantSchema
 from nexus_lightning.tenant import TenantSlot
 
@@ -40,11 +40,13 @@ class _Update:
     failed: bool = False
 
     def metrics(self) -> dict[str, float]:
-        """Means over the job's optimizer steps."""
-        keys = self.history[0]
+        """Means over the job's optimizer steps; a job of which no row counts (grpo) has none."""
+        keys = self.history[0] if self.history else {}
         means = {k: float(torch.stack([step[k].float() for step in self.history]).mean()) for k in keys}
+        if "counts" in self.lease.data.keys():
+            means["counted_share"] = float(self.lease.data["counts"].float().mean())
         assert self.slot.optimizer is not None
-        return {**means, "lr": self.slot.optimizer.param_groups[0]["lr"]}
+        return {"loss": 0.0, **means, "lr": self.slot.optimizer.param_groups[0]["lr"]}
 
 
 class MultiTenantModule(L.LightningModule):
@@ -246,13 +248,13 @@ class MultiTenantModule(L.LightningModule):
         self.runtime.restore(saved)
 
 
-def build_objective(slot: TenantSlot) -> SFTObjective | PPOObjective:
+def build_objective(slot: TenantSlot) -> SFTObjective | PolicyGradientObjective:
     config = slot.spec.config
     if config.task == "sft":
         assert config.dataset is not None
         return SFTObjective(slot.head, slot.normalizer, config.dataset.batch_size)
     assert config.algorithm is not None
-    return PPOObjective(slot.head, slot.normalizer, config.algorithm)
+    return PolicyGradientObjective(slot.head, slot.normalizer, config.algorithm)
 
 
 def _full_precision(batch: TensorDict) -> TensorDict:

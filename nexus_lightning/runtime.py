@@ -19,20 +19,21 @@ from nexus_lightning.features.store import FeatureStore
 from nexus_lightning.loop import Lease
 from nexus_lightning.monitoring.events import EventLog
 from nexus_lightning.monitoring.progress import RunStatus, TenantStatus
-from nexus_lightning.objectives import PPOObjective, SFTObjective
+from nexus_lightning.objectives import PolicyGradientObjective, SFTObjective
 from nexus_lightning.producers.base import Producer
 from nexus_lightning.producers.demonstrations import DemonstrationProducer, DemonstrationReader, open_dataset
 from nexus_lightning.producers.evaluation import EvalResult, EvaluationProducer, Evaluator, result_dict
 from nexus_lightning.producers.rollouts import RolloutProducer
 from nexus_lightning.queues.inference import ServedPolicies, TenantInferenceServer
 from nexus_lightning.queues.jobs import Job, LeaseLost, Scheduler
+from nexus_lightning.queues.journal import Journal
 from nexus_lightning.queues.training import TrainingQueue
 from nexus_lightning.tenant import TenantSlot, derive_seed
 
 log = logging.getLogger(__name__)
 
 #: Columns that the actor reads, by task.
-OBJECTIVE_FIELDS = {"sft": SFTObjective.fields, "rl": PPOObjective.fields}
+OBJECTIVE_FIELDS = {"sft": SFTObjective.fields, "rl": PolicyGradientObjective.fields}
 
 
 class Runtime:
@@ -64,12 +65,12 @@ class Runtime:
         self.lease_deadline_s = config.queues.training.lease_deadline_s
         self.events = EventLog(run_dir / "events.jsonl")
         self.queue = TrainingQueue(max_bytes_per_tenant=int(config.queues.training.max_gb_per_tenant * 1e9))
-        self.scheduler = Scheduler(on_terminal=self._clear)
+        self.journal = Journal(run_dir / "jobs.sqlite") if config.queues.training.journal else None
+        self.scheduler = Scheduler(on_terminal=self._clear, journal=self.journal)
         self.served = ServedPolicies(backbone)
         self.server = TenantInferenceServer(
             self.served,
             max_batch_size=config.queues.inference.max_batch_size,
-            min_batch_size=config.queues.inference.min_batch_size,
             timeout_s=config.queues.inference.timeout_s,
             on_batch=self._on_batch,
         )
@@ -200,6 +201,7 @@ class Runtime:
             seed=derive_seed(slot.spec.seed, "environment") % 2**31,
             tenant=slot.name,
             inline=config.environment.inline,
+            group_size=1 if config.algorithm is None else config.algorithm.group_size or 1,
         )
 
     def _evaluator(self, slot: TenantSlot, env: SimulatorEnv) -> Evaluator:
@@ -249,6 +251,8 @@ class Runtime:
             if producer.ident is not None:
                 producer.join(timeout=60)
         self.server.shutdown()
+        if self.journal is not None:
+            self.journal.close()
         self.events.close()
 
     def install_signal_handlers(self) -> Callable[[], None]:

@@ -25,7 +25,7 @@ from tqdm import tqdm
 
 from nexus_lightning.backbone import Backbone, SharedBackbone
 from nexus_lightning.checks import INSTRUCTIONS, check_backbone, check_head, random_observation
-from nexus_lightning.config import ConfigError, register_configs, split_head, to_config, validate
+from nexus_lightning.config import ConfigError, head_overrides, register_configs, split_head, to_config, validate
 from nexus_lightning.head import ActionHead, choose_kind
 from nexus_lightning.memory import (
     estimate,
@@ -254,7 +254,7 @@ def _estimate(overrides: list[str]) -> dict[str, Any]:
     register_configs()
     try:
         with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
-            cfg = compose("config", overrides=overrides)
+            cfg = compose("config", overrides=head_overrides(overrides))
     except HydraException as error:
         raise ConfigError([str(error)]) from None
     config = to_config(cfg, head_dir=ROOT / "conf" / "head")

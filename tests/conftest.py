@@ -43,14 +43,19 @@ def compose(tmp_path):
     from hydra import compose as hydra_compose
     from hydra import initialize_config_dir
 
-    from nexus_lightning.config import register_configs, to_config
+    from nexus_lightning.config import head_overrides, register_configs, to_config
 
     def build(*overrides: str):
         register_configs()
         with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
             cfg = hydra_compose(
                 "config",
-                overrides=[f"output_dir={tmp_path}/outputs", f"data_dir={tmp_path}/data", "logger=csv", *overrides],
+                overrides=[
+                    f"output_dir={tmp_path}/outputs",
+                    f"data_dir={tmp_path}/data",
+                    "logger=csv",
+                    *head_overrides(list(overrides)),
+                ],
             )
         return to_config(cfg, head_dir=ROOT / "conf" / "head")
 

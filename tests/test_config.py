@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 
 import pytest
@@ -62,6 +63,9 @@ def test_every_shipped_tenant_is_valid(compose):
 def test_a_head_by_name(compose):
     config = compose("+tenants=[toy_sft]", "tenants.toy_sft.head=flow_matching")
     assert split_head(config.tenants["toy_sft"].head)[0] == "models.heads.flow_matching.FlowMatchingHead"
+    assert "num_keypoints" not in config.tenants["toy_sft"].head, "nothing of the tenant's own head is left"
+    config = compose("+tenants=[toy_sft]", "tenants.toy_sft.head.size=S", "tenants.toy_sft.head=flow_matching")
+    assert config.tenants["toy_sft"].head["size"] == "S" and config.tenants["toy_sft"].head["lr"] == 5e-4
     with pytest.raises(ConfigError, match=r"tenants\.toy_sft\.head=transformer.*choose one of.*flow_matching.*mlp"):
         compose("+tenants=[toy_sft]", "tenants.toy_sft.head=transformer")
 
@@ -181,7 +185,27 @@ class KVHead(LinearChunkHead):
 
 
 def test_an_average_is_for_supervised_tenants(compose):
-    config = compose("+tenants=[toy]", "+tenants.toy.head.ema_decay=0.9")
+    config = compose("+tenants=[toy]", "tenants.toy.head.ema_decay=0.9")
     assert "tenants.toy.head.ema_decay=0.9: task rl must act with the weights it trains" in problems(config)
-    config = compose("+tenants=[toy_sft]", "+tenants.toy_sft.head.ema_decay=1.5")
+    config = compose("+tenants=[toy_sft]", "tenants.toy_sft.head.ema_decay=1.5")
     assert "tenants.toy_sft.head.ema_decay=1.5: must lie between 0 and 1" in problems(config)
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({"name": "grpo"}, "group_size=None: grpo compares episodes of one initial state; it must be at least 2"),
+        ({"name": "grpo", "group_size": 1}, "group_size=1: grpo compares"),
+        ({"name": "grpo", "group_size": 3}, "group_size=3: must divide tenants.toy.environment.num_envs=8"),
+        ({"name": "grpo", "group_size": 4, "chunks_per_job": 5}, "grpo needs whole episodes; .* at least 6"),
+        ({"group_size": 4}, "only grpo has groups"),
+        ({"name": "reinforce"}, "reinforce uses each rollout once; set it to 1"),
+        ({"name": "trpo"}, "algorithm.name=trpo: choose one of ppo, grpo, reinforce"),
+        ({"log_prob_level": "word"}, "log_prob_level=word: choose one of chunk, action, token"),
+        ({"discount_per": "hour"}, "discount_per=hour: choose one of chunk, step"),
+    ],
+)
+def test_bad_algorithms(compose, changes, expected):
+    config = compose("+tenants=[toy]")
+    config.tenants["toy"].algorithm = replace(config.tenants["toy"].algorithm, **changes)
+    assert re.search(expected, problems(config))

@@ -272,3 +272,20 @@ def test_config_file_builds_the_head(name, head):
     assert config["_target_"] == f"{head.__module__}.{head.__name__}"
     arguments = {key: value for key, value in config.items() if key not in OPTIMIZER_KEYS | {"_target_"}}
     head(example_spec(SCHEMA), SCHEMA, **arguments)
+
+
+class _SharpLikelihood(ChunkMLPHead):
+    """Claims the fourth power of the density: act and evaluate agree with each other, not with the samples."""
+
+    def act(self, features, state, noise=None):
+        out = super().act(features, state, noise)
+        return out.set("log_probs", out["log_probs"] * 4)
+
+    def evaluate(self, features, state, sample):
+        log_probs, entropy = super().evaluate(features, state, sample)
+        return log_probs * 4, entropy
+
+
+def test_the_checker_samples_to_find_a_wrong_likelihood():
+    with pytest.raises(ValueError, match=r"the mean of p_new / p_old is .* and must be 1"):
+        check_head(_SharpLikelihood, example_spec(SCHEMA), SCHEMA)

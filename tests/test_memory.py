@@ -46,7 +46,7 @@ def test_a_run_refuses_the_tenant_that_does_not_fit(compose, monkeypatch):
 
 
 def test_a_dry_run_builds_nothing_and_says_what_it_would_take(compose, tmp_path, capsys):
-    config = compose("+tenants=[toy,toy_sft]", "trainer.dry_run=true", "+tenants.toy_sft.head.ema_decay=0.99")
+    config = compose("+tenants=[toy,toy_sft]", "trainer.dry_run=true", "tenants.toy_sft.head.ema_decay=0.99")
     config.backbone = {"_target_": "fakes.FakeBackbone"}
     figures = train(config)["estimate"]
     assert list(figures["tenants"]) == ["toy", "toy_sft"]

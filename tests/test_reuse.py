@@ -18,7 +18,7 @@ from nexus_lightning.config import AlgorithmConfig
 from nexus_lightning.features.grouping import EncodeStats
 from nexus_lightning.features.reuse import in_row_order, plan_reuse
 from nexus_lightning.module import MultiTenantModule
-from nexus_lightning.objectives.ppo import PPOObjective
+from nexus_lightning.objectives.policy_gradient import PolicyGradientObjective
 from nexus_lightning.producers.rollouts import with_features
 from nexus_lightning.schema import Normalizer, TenantSchema
 from nexus_lightning.tenant import TenantSpec, build_slot
@@ -77,7 +77,8 @@ def test_training_on_kept_features_equals_training_on_features_computed_again():
             "language_instruction": instructions,
             "vla_action": {"chunk": torch.randn(rows, 3, 2)},
             "executed": torch.ones(rows, 3, dtype=torch.bool),
-            "sample_log_prob": torch.randn(rows),
+            "sample_log_prob": torch.randn(rows, 1),
+            "counts": torch.ones(rows, 1, dtype=torch.bool),
             "advantage": torch.randn(rows, 1),
             "value_target": torch.randn(rows, 1),
             "state_value": torch.randn(rows, 1),
@@ -94,7 +95,7 @@ def test_training_on_kept_features_equals_training_on_features_computed_again():
     again = module._with_features([(slot, partition)])[0]
     assert module.encode_stats.rows == rows
 
-    objective = PPOObjective(head, Normalizer(SCHEMA), AlgorithmConfig(chunks_per_job=steps))
+    objective = PolicyGradientObjective(head, Normalizer(SCHEMA), AlgorithmConfig(chunks_per_job=steps))
     gradients = []
     for data in (kept, again):
         data = data.copy()

@@ -89,7 +89,7 @@ def test_an_averaged_head_is_what_is_served_and_it_resumes(toy):
     """head.ema_decay: optimizer and payload keep both; evaluation, publication and load_policy use the average."""
 
     def build(*overrides):
-        return toy("+tenants=[toy_sft]", "+tenants.toy_sft.head.ema_decay=0.9", *overrides)
+        return toy("+tenants=[toy_sft]", "tenants.toy_sft.head.ema_decay=0.9", *overrides)
 
     whole = train(build())
     payload = read_payload(resolve_payload(Path(whole["run_dir"]) / "tenants" / "toy_sft"))

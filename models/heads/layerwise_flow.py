@@ -69,7 +69,8 @@ class LayerwiseFlowHead(_FlowHead):
     ) -> None:
         super().__init__(feature_spec, schema, num_steps, noise_samples, sde_steps, sde_noise)
         check_at_least_one(dim=dim)
-        (self.segment,) = feature_spec.segments
+        # Beside the layers' states a backbone may give their positions, which this head does not need.
+        (self.segment,) = [segment for segment in feature_spec.segments if segment.layout is not None]
         assert self.segment.layout is not None
         given = self.segment.layout[0]
         count = given if layers is None else layers

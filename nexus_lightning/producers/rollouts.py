@@ -12,7 +12,7 @@ from torchrl.collectors import Collector
 from nexus_lightning.backbone import VLAFeature, concatenate_features
 from nexus_lightning.environment import SimulatorEnv
 from nexus_lightning.features.reuse import PassCounter, in_row_order
-from nexus_lightning.objectives.ppo import EXECUTED, compute_advantages
+from nexus_lightning.objectives.policy_gradient import EXECUTED, compute_advantages
 from nexus_lightning.producers.base import Producer
 from nexus_lightning.producers.evaluation import Evaluator
 from nexus_lightning.queues.inference import ServedPolicies, TenantInferenceServer
@@ -133,7 +133,8 @@ class RolloutProducer(Producer):
         if staged is None:  # closed or quarantined meanwhile
             return
         rollout = rollout.copy()
-        rollout["next", "state_value"] = self._next_values(rollout)
+        if self.algorithm.name != "grpo":
+            rollout["next", "state_value"] = self._next_values(rollout)
         meta = self.queue.get_meta([EXECUTED], staged.sample_count, staged.partition_id, "advantages")
         assert meta is not None
         self.queue.put(compute_advantages(rollout, self.algorithm).flatten(), metadata=meta)

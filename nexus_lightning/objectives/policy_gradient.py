@@ -1,0 +1,281 @@
+"""Policy gradients on action chunks: PPO, GRPO and REINFORCE over TorchRL's losses and its GAE.
+
+One decision = one chunk. Its reward is the sum up to the first done; actions after the done were never carried out,
+so they carry no likelihood, no entropy and no gradient (``executed`` mask).
+
+- ``ppo``: ``torchrl.objectives.ClipPPOLoss``, advantages by GAE (Schulman et al. 2016, arXiv 1506.02438).
+- ``grpo``: the same clipped loss without a critic; an episode's advantage is its return against the other episodes from
+  the same initial state (Shao et al. 2024, arXiv 2402.03300), the same for all its decisions.
+- ``reinforce``: ``torchrl.objectives.ReinforceLoss``, the return minus the critic's estimate (GAE with lambda 1).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import cast
+
+import torch
+from tensordict import TensorDict
+from tensordict.nn import TensorDictModule
+from torch import Tensor
+from torch.distributions import Distribution
+from torchrl.modules import ProbabilisticActor
+from torchrl.objectives import ClipPPOLoss, ReinforceLoss
+from torchrl.objectives.value.functional import generalized_advantage_estimate
+
+from nexus_lightning.config import AlgorithmConfig
+from nexus_lightning.head import ActionHead
+from nexus_lightning.schema import Normalizer
+
+CHUNK = ("vla_action", "chunk")
+LOG_PROBS = ("vla_action", "log_probs")
+EXECUTED = "executed"
+
+
+def reduce_chunk(values: Tensor, executed: Tensor, reduction: str) -> Tensor:
+    """Per-element ``values`` ``[B, T, A]`` -> ``[B]`` over executed steps: sum, or mean over executed elements."""
+    mask = executed.unsqueeze(-1).to(values.dtype)
+    total = (values * mask).sum((-2, -1))
+    if reduction == "sum":
+        return total
+    return total / (mask.sum((-2, -1)) * values.shape[-1]).clamp(min=1)
+
+
+def likelihood_units(values: Tensor, executed: Tensor, reduction: str, level: str) -> Tensor:
+    """Per-element ``values`` ``[*B, T, A]`` -> ``[*B, U]``, one number for each unit that has a ratio of its own.
+
+    Args:
+        values: log-probabilities.
+        executed: ``[*B, T]``.
+        reduction: how the elements of one unit come together: ``sum`` or ``mean``.
+        level: ``chunk`` (U = 1), ``action`` (U = T) or ``token`` (U = T * A).
+    """
+    if level == "chunk":
+        return reduce_chunk(values, executed, reduction).unsqueeze(-1)
+    if level == "action":
+        return values.sum(-1) if reduction == "sum" else values.mean(-1)
+    return values.flatten(-2)
+
+
+def unit_mask(executed: Tensor, num_dims: int, level: str) -> Tensor:
+    """Which units count, bool ``[*B, U]``, from ``executed`` ``[*B, T]``."""
+    if level == "chunk":
+        return executed.any(-1, keepdim=True)
+    return executed if level == "action" else executed.repeat_interleave(num_dims, dim=-1)
+
+
+class EvaluatedDecision(Distribution):
+    """The likelihood of one given decision per row, as a distribution that TorchRL's loss can ask.
+
+    A head's :meth:`~nexus_lightning.head.ActionHead.evaluate` has already computed it, for a Gaussian chunk as well as
+    for a denoising chain or tokens; unexecuted steps count for nothing. It cannot sample: the loss never does.
+    """
+
+    arg_constraints = {}  # pyright: ignore[reportAssignmentType]
+
+    def __init__(
+        self,
+        log_probs: Tensor,
+        entropy: Tensor,
+        executed: Tensor,
+        reduction: str = "sum",
+        level: str = "chunk",
+    ) -> None:
+        self.log_probs, self.entropies, self.executed = log_probs, entropy, executed
+        self.reduction, self.level = reduction, level
+        super().__init__(log_probs.shape[:-2], log_probs.shape[-2:], validate_args=False)
+
+    def log_prob(self, value: Tensor) -> Tensor:
+        """``[M]``: all units of all rows that count, one after the other."""
+        del value
+        units = likelihood_units(self.log_probs, self.executed, self.reduction, self.level)
+        return units[unit_mask(self.executed, self.log_probs.shape[-1], self.level)]
+
+    def entropy(self) -> Tensor:
+        """``[B]``, of the whole decision."""
+        return reduce_chunk(self.entropies, self.executed, self.reduction)
+
+
+def compute_advantages(rollout: TensorDict, algorithm: AlgorithmConfig) -> TensorDict:
+    """Advantages of one rollout; statistics are this job's alone.
+
+    Args:
+        rollout: ``[N, L]`` (simulators x decisions) with ``("next", "reward"|"done"|"terminated"|"executed")`` and
+            ``log_probs``; ppo and reinforce also need ``state_value`` ``[N, L, 1]`` and ``("next", "state_value")``
+            (zero where terminated, the critic's estimate where truncated or cut), grpo ``episode_seed``.
+
+    Returns:
+        Derived columns ``[N, L]``: ``advantage`` ``[.., 1]``, ``value_target`` ``[.., 1]``, ``sample_log_prob``
+        ``[.., U]`` (see :func:`likelihood_units`), and ``counts`` bool ``[.., 1]``: False for decisions that grpo
+        leaves out (episodes that the rollout cut, groups without spread).
+    """
+    following = cast(TensorDict, rollout["next"])
+    executed = following[EXECUTED]
+    if algorithm.name == "grpo":
+        advantage, counts = group_advantages(rollout)
+        value_target = torch.zeros_like(advantage)
+    else:
+        gamma: float | Tensor = algorithm.gamma
+        if algorithm.discount_per == "step":
+            gamma = algorithm.gamma ** executed.sum(-1, keepdim=True).to(following["reward"].dtype)
+        advantage, value_target = generalized_advantage_estimate(
+            gamma,  # pyright: ignore[reportArgumentType]
+            algorithm.gae_lambda if algorithm.name == "ppo" else 1.0,
+            rollout["state_value"],
+            following["state_value"],
+            following["reward"],
+            following["done"],
+            following["terminated"],
+        )
+        advantage = (advantage - advantage.mean()) / advantage.std(unbiased=False).clamp(min=1e-6)
+        counts = torch.ones_like(advantage, dtype=torch.bool)
+    units = likelihood_units(rollout[LOG_PROBS], executed, algorithm.log_prob, algorithm.log_prob_level)
+    return TensorDict(
+        {"advantage": advantage, "value_target": value_target, "sample_log_prob": units, "counts": counts},
+        rollout.batch_size,
+    )
+
+
+def group_advantages(rollout: TensorDict) -> tuple[Tensor, Tensor]:
+    """GRPO's advantage ``[N, L, 1]`` and which decisions count.
+
+    Episodes with one ``episode_seed`` (same task, same initial state) are a group; an episode's advantage is its return
+    minus the group's mean, over the group's standard deviation. A group whose returns are all equal, or of which only
+    one episode was finished, teaches nothing and is left out, as are episodes that the end of the rollout cut.
+    """
+    following = cast(TensorDict, rollout["next"])
+    reward, done = following["reward"].squeeze(-1), following["done"].squeeze(-1)
+    seeds = rollout["episode_seed"].squeeze(-1)
+    # Number of the episode in its simulator: a decision after a done belongs to the next one.
+    episode = done.long().cumsum(1) - done.long()
+    advantage, counts = torch.zeros_like(reward), torch.zeros_like(done)
+    groups: dict[int, list[tuple[Tensor, float]]] = {}
+    for env in range(len(reward)):
+        for number in range(int(episode[env].max()) + 1):
+            rows = episode[env] == number
+            if bool(done[env][rows].any()):
+                place = torch.zeros_like(done)
+                place[env] = rows
+                groups.setdefault(int(seeds[env][rows][0]), []).append((place, float(reward[env][rows].sum())))
+    for episodes in groups.values():
+        returns = torch.tensor([value for _, value in episodes])
+        spread = returns.std(unbiased=False)
+        if len(episodes) < 2 or spread < 1e-6:
+            continue
+        for (place, _), value in zip(episodes, (returns - returns.mean()) / spread, strict=True):
+            advantage[place] = value
+            counts |= place
+    return advantage.unsqueeze(-1), counts.unsqueeze(-1)
+
+
+class PolicyGradientObjective:
+    """PPO, GRPO or REINFORCE over the rows of one rollout partition.
+
+    Partition fields (rows = decisions): ``features`` and raw ``state`` (or, without feature reuse, ``observation`` and
+    ``language_instruction``, from which the module computes them once per job), ``vla_action`` (normalised chunk, and
+    the trace of heads that have one), ``executed``, ``sample_log_prob`` (behaviour policy), ``advantage``,
+    ``value_target``, ``state_value``, ``counts``.
+    """
+
+    #: Observations are encoded once per job: every epoch reads them again.
+    encode_whole_job = True
+    fields = (
+        "vla_action",
+        EXECUTED,
+        "state_value",
+        "sample_log_prob",
+        "advantage",
+        "value_target",
+        "counts",
+    )
+
+    def __init__(self, head: ActionHead, normalizer: Normalizer, algorithm: AlgorithmConfig) -> None:
+        self.normalizer, self.algorithm = normalizer, algorithm
+        policy = TensorDictModule(
+            head.evaluate,
+            in_keys=["features", "state", "vla_action"],
+            out_keys=["log_probs", "entropy_per_element"],
+        )
+        actor = ProbabilisticActor(
+            policy,
+            in_keys={  # pyright: ignore[reportArgumentType]
+                "log_probs": "log_probs",
+                "entropy": "entropy_per_element",
+                "executed": EXECUTED,
+            },
+            out_keys=[CHUNK],
+            distribution_class=EvaluatedDecision,
+            distribution_kwargs={"reduction": algorithm.log_prob, "level": algorithm.log_prob_level},
+        )
+        self.head = head
+        critic = TensorDictModule(head.value, in_keys=["features", "state"], out_keys=["state_value"])
+        keys = {"action": CHUNK, "advantage": "advantage", "value_target": "value_target", "value": "state_value"}
+        self.loss_module: ReinforceLoss | ClipPPOLoss
+        if algorithm.name == "reinforce":
+            self.loss_module = ReinforceLoss(actor, critic, loss_critic_type="l2", functional=False)
+        else:
+            self.loss_module = ClipPPOLoss(
+                actor,
+                None if algorithm.name == "grpo" else critic,
+                clip_epsilon=algorithm.clip_epsilon,
+                entropy_bonus=algorithm.entropy_coef > 0,
+                entropy_coeff=algorithm.entropy_coef,
+                critic_coeff=None if algorithm.name == "grpo" else algorithm.critic_coef,
+                loss_critic_type="l2",
+                normalize_advantage=False,
+                functional=False,
+            )
+        self.loss_module.set_keys(**keys, sample_log_prob="sample_log_prob")
+
+    def minibatches(self, data: TensorDict) -> Iterator[TensorDict]:
+        """``epochs`` passes in an order drawn from the tenant's random stream (the caller is inside its scope)."""
+        data = data[data["counts"].squeeze(-1)]
+        if not len(data):
+            return
+        for _ in range(self.algorithm.epochs):
+            for rows in torch.randperm(len(data)).split(self.algorithm.minibatch_size):
+                yield data[rows]
+
+    def loss(self, batch: TensorDict, jobs_completed: int) -> dict[str, Tensor]:
+        """``loss`` and, under the names that TorchRL and RLinf use, what is logged (scalars).
+
+        ``policy_loss``, ``value_loss``, ``entropy``, ``kl`` (mean of log p_old - log p_new), ``clip_fraction``,
+        ``ratio`` (mean), ``explained_variance``; those that the algorithm has.
+        """
+        executed, num_dims = batch[EXECUTED], batch[CHUNK].shape[-1]
+        mask = unit_mask(executed, num_dims, self.algorithm.log_prob_level)
+        # Units of all rows side by side: a masked step is not in any mean. Hence no common batch size.
+        units = TensorDict(
+            {
+                "features": batch["features"],
+                "state": self.normalizer.normalize_state(batch["state"]),
+                "vla_action": batch["vla_action"],
+                EXECUTED: executed,
+                "sample_log_prob": batch["sample_log_prob"][mask],
+                "advantage": batch["advantage"].expand_as(mask)[mask].unsqueeze(-1),
+                "value_target": batch["value_target"],
+                "state_value": batch["state_value"],
+            },
+            [],
+        )
+        out = self.loss_module(units)
+        policy_loss = out["loss_actor"] if self.algorithm.name == "reinforce" else out["loss_objective"]
+        value_loss = out.get("loss_value" if self.algorithm.name == "reinforce" else "loss_critic", None)
+        loss, metrics = policy_loss, {"policy_loss": policy_loss.detach()}
+        if "loss_entropy" in out.keys():
+            loss = loss + out["loss_entropy"]
+        if value_loss is not None:
+            metrics["value_loss"] = value_loss.detach()
+            if self.algorithm.name == "reinforce":
+                value_loss = self.algorithm.critic_coef * value_loss
+            warming_up = jobs_completed < self.algorithm.value_warmup_jobs
+            loss = value_loss if warming_up else loss + value_loss
+        named = {
+            "kl": "kl_approx",
+            "clip_fraction": "clip_fraction",
+            "ratio": "mean_ratio",
+            "entropy": "entropy",
+            "explained_variance": "explained_variance",
+        }
+        metrics |= {name: out[key].detach().mean() for name, key in named.items() if out.get(key, None) is not None}
+        return {"loss": loss, **metrics}
