@@ -28,7 +28,7 @@ from nexus_lightning.demonstrations import RECORD_FILE, describe_recording
 from nexus_lightning.head import ActionHead, choose_kind
 from nexus_lightning.schema import TenantSchema
 
-TASKS = ("sft", "rl")
+TASKS = ("sft", "rl", "offline_rl")
 #: Keys of a head's YAML that configure its optimizer and its feature; the rest are arguments of the head class.
 OPTIMIZER_KEYS = (
     "lr",
@@ -43,7 +43,7 @@ OPTIMIZER_KEYS = (
 )
 LR_SCHEDULES = ("constant", "cosine")
 ALGORITHM_CHOICES = {
-    "name": ("ppo", "grpo", "reinforce"),
+    "name": ("ppo", "grpo", "reinforce", "awr"),
     "discount_per": ("chunk", "step"),
     "log_prob_level": ("chunk", "action", "token"),
     "log_prob": ("sum", "mean"),
@@ -93,6 +93,8 @@ class RecordConfig:
     episodes: int = MISSING  # successful episodes to keep
     first_seed: int = 1000  # seeds first_seed, first_seed + 1, ...: keep them apart from the evaluation's
     workers: int = 2  # simulator processes
+    random_share: float = 0.0  # mixed quality: each episode mixes random actions in, by a share drawn from 0 to this
+    keep_failures: bool = False  # keep failed episodes too (offline RL learns from both)
 
 
 @dataclass
@@ -140,10 +142,10 @@ class FeaturesConfig:
 
 @dataclass
 class AlgorithmConfig:
-    """Policy gradients on chunks; see nexus_lightning/objectives/policy_gradient.py."""
+    """How a tenant of task rl or offline_rl learns; see nexus_lightning/objectives."""
 
-    name: str = "ppo"  # ppo | grpo | reinforce
-    chunks_per_job: int = MISSING  # policy decisions per simulator and training job
+    name: str = "ppo"  # rl: ppo | grpo | reinforce; offline_rl: awr
+    chunks_per_job: int | None = None  # rl: policy decisions per simulator and training job
     epochs: int = 4
     minibatch_size: int = 64
     gamma: float = 0.99  # per `discount_per`
@@ -154,6 +156,8 @@ class AlgorithmConfig:
     entropy_coef: float = 0.0
     critic_coef: float = 0.5
     value_warmup_jobs: int = 0  # train only the critic for this many jobs
+    temperature: float = 0.1  # awr: of the advantage weights, in units of the return
+    expectile: float = 0.5  # awr: of the critic; 0.5 is the mean
     log_prob_level: str = "chunk"  # what has a likelihood ratio of its own: chunk | action | token (one dim)
     log_prob: str = "sum"  # over the elements of such a unit: sum | mean
 
@@ -366,7 +370,13 @@ def dataset_root(tenant: TenantConfig, data_dir: str) -> Path | None:
     record = dataset.record
     identity = digest_of(
         describe_recording(
-            tenant.environment.simulator, record.expert, record.episodes, record.first_seed, schema_of(tenant.schema)
+            tenant.environment.simulator,
+            record.expert,
+            record.episodes,
+            record.first_seed,
+            schema_of(tenant.schema),
+            record.random_share,
+            record.keep_failures,
         )
     )
     return Path(data_dir) / "demos" / f"{dataset.repo_id.replace('/', '_')}-{identity}"
@@ -442,7 +452,7 @@ def _tenant_problems(key: str, name: str, tenant: TenantConfig, config: NexusCon
         problems.append(f"{key}.weight={tenant.weight}: must be positive")
     if tenant.environment is not None:
         problems += _environment_problems(key, tenant)
-    if tenant.task == "sft":
+    if tenant.task in ("sft", "offline_rl"):
         problems += _sft_problems(key, tenant, schema, config)
     if tenant.task == "rl":
         problems += _rl_problems(key, tenant)
@@ -476,12 +486,15 @@ def _head_problems(key: str, tenant: TenantConfig) -> list[str]:
     schedule = tenant.head.get("lr_schedule", "constant")
     if schedule not in LR_SCHEDULES:
         problems.append(f"{key}.head.lr_schedule={schedule}: choose one of {', '.join(LR_SCHEDULES)}")
-    if schedule == "cosine" and (tenant.target_jobs is None or tenant.task != "sft"):
+    if schedule == "cosine" and (tenant.target_jobs is None or tenant.dataset is None):
         problems.append(
-            f"{key}.head.lr_schedule=cosine: needs task sft and {key}.target_jobs, which say how many steps there are"
+            f"{key}.head.lr_schedule=cosine: needs a dataset and {key}.target_jobs, which say how many steps there are"
         )
-    if cls is not None and tenant.task == "rl" and not getattr(cls, "supports_rl", False):
-        problems.append(f"{key}.head={cls.__name__}: has no log-probabilities, so it cannot train by rl; use mlp")
+    if cls is not None and tenant.task != "sft" and not getattr(cls, "supports_rl", False):
+        problems.append(
+            f"{key}.head={cls.__name__}: has no log-probabilities and no critic, so it cannot train by {tenant.task}; "
+            "use mlp"
+        )
     elif isinstance(cls, type) and issubclass(cls, ActionHead) and tenant.task == "rl":
         if reason := cls.rl_problem(split_head(tenant.head)[1]):
             problems.append(f"{key}.head={cls.__name__}: cannot train by rl: {reason}")
@@ -550,12 +563,14 @@ def _environment_problems(key: str, tenant: TenantConfig) -> list[str]:
 
 def _sft_problems(key: str, tenant: TenantConfig, schema: TenantSchema, config: NexusConfig) -> list[str]:
     if tenant.dataset is None:
-        return [f"{key}.dataset: task sft needs a dataset"]
+        return [f"{key}.dataset: task {tenant.task} needs a dataset"]
     problems = []
     dataset = tenant.dataset
     if importlib.util.find_spec("lerobot") is None:
         problems.append(f"{key}.dataset: package lerobot is missing; pip install 'lerobot[dataset]>=0.6.1,<0.7'")
-    if tenant.algorithm is not None:
+    if tenant.task == "offline_rl":
+        problems += _offline_problems(key, tenant.algorithm)
+    elif tenant.algorithm is not None:
         problems.append(f"{key}.algorithm: task sft has none; remove it or set {key}.task=rl")
     for name in ("batch_size", "batches_per_job"):
         if getattr(dataset, name) < 1:
@@ -565,6 +580,8 @@ def _sft_problems(key: str, tenant: TenantConfig, schema: TenantSchema, config: 
     unknown = set(dataset.camera_keys) - set(schema.cameras)
     if unknown:
         problems.append(f"{key}.dataset.camera_keys: {sorted(unknown)} are not in {key}.schema.cameras")
+    if dataset.record is not None and not 0 <= dataset.record.random_share <= 1:
+        problems.append(f"{key}.dataset.record.random_share={dataset.record.random_share}: must lie in [0, 1]")
     if dataset.record is not None and tenant.environment is None:
         problems.append(f"{key}.dataset.record: recording needs {key}.environment")
         return problems
@@ -582,6 +599,20 @@ def _sft_problems(key: str, tenant: TenantConfig, schema: TenantSchema, config: 
             f"{key}.dataset.root={root}: no LeRobotDataset there; record one with scripts/collect_demos.py, "
             f"or set {key}.dataset.record, or leave root empty to use the hub name {dataset.repo_id}"
         )
+    return problems
+
+
+def _offline_problems(key: str, algorithm: AlgorithmConfig | None) -> list[str]:
+    if algorithm is None or algorithm.name != "awr":
+        given = None if algorithm is None else algorithm.name
+        return [f"{key}.algorithm.name={given}: task offline_rl needs awr"]
+    problems = []
+    if algorithm.temperature <= 0:
+        problems.append(f"{key}.algorithm.temperature={algorithm.temperature}: must be positive")
+    if not 0 < algorithm.expectile < 1:
+        problems.append(f"{key}.algorithm.expectile={algorithm.expectile}: must lie between 0 and 1")
+    if not 0 <= algorithm.gamma <= 1:
+        problems.append(f"{key}.algorithm.gamma={algorithm.gamma}: must lie in [0, 1]")
     return problems
 
 
@@ -643,6 +674,10 @@ def _rl_problems(key: str, tenant: TenantConfig) -> list[str]:
     for name, choices in ALGORITHM_CHOICES.items():
         if getattr(algorithm, name) not in choices:
             problems.append(f"{key}.algorithm.{name}={getattr(algorithm, name)}: choose one of {', '.join(choices)}")
+    if algorithm.name == "awr":
+        problems.append(f"{key}.algorithm.name=awr: learns from a dataset; set {key}.task=offline_rl, or choose ppo")
+    if algorithm.chunks_per_job is None:
+        return [*problems, f"{key}.algorithm.chunks_per_job: a value is required"]
     problems += _group_problems(key, algorithm, tenant.environment, tenant.schema.execute)
     if algorithm.name == "reinforce" and algorithm.epochs != 1:
         problems.append(f"{key}.algorithm.epochs={algorithm.epochs}: reinforce uses each rollout once; set it to 1")
@@ -671,6 +706,7 @@ def _group_problems(
     if environment is not None and environment.num_envs % size:
         problems.append(f"{where}: must divide {key}.environment.num_envs={environment.num_envs}")
     horizon = None if environment is None else environment.simulator.get("horizon")
+    assert algorithm.chunks_per_job is not None
     if isinstance(horizon, int) and algorithm.chunks_per_job * execute < horizon:
         problems.append(
             f"{key}.algorithm.chunks_per_job={algorithm.chunks_per_job}: grpo needs whole episodes; with "

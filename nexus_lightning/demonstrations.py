@@ -62,8 +62,10 @@ def record_demonstrations(
     inline: bool = False,
     start_timeout_s: float = 600.0,
     episode_timeout_s: float = 300.0,
+    random_share: float = 0.0,
+    keep_failures: bool = False,
 ) -> Path:
-    """Records ``episodes`` successful episodes, or finds them already recorded.
+    """Records ``episodes`` episodes (successful ones, unless ``keep_failures``), or finds them already recorded.
 
     Features: ``observation.images.<camera>`` (PNG) for each camera of the schema, ``observation.state`` float32,
     ``action`` float32 in the native convention clipped to [-1, 1], ``next.success`` bool, the instruction as the task.
@@ -83,6 +85,9 @@ def record_demonstrations(
         inline: run a light simulator in this process instead of ``workers`` processes.
         start_timeout_s: time for starting a process and its first episode.
         episode_timeout_s: time for each later episode.
+        random_share: mixed quality: an action is ``(1 - w) * expert + w * random``, where ``random`` is uniform in
+            [-1, 1] and each episode draws its ``w`` from 0 to ``random_share``.
+        keep_failures: keep episodes that did not succeed, too.
 
     Returns:
         ``root``.
@@ -93,7 +98,8 @@ def record_demonstrations(
         ImportError: LeRobot is not installed.
     """
     root = Path(root)
-    record = describe_recording(simulator, expert, episodes, first_seed, schema)
+    record = describe_recording(simulator, expert, episodes, first_seed, schema, random_share, keep_failures)
+    how = (expert, random_share, keep_failures)
     if root.exists():
         check_recording(root, record)
         return root
@@ -103,9 +109,9 @@ def record_demonstrations(
     temporary = root.with_name(f"{root.name}.recording-{os.getpid()}")
     try:
         if inline:
-            source = _inline_episodes(record["simulator"], expert, episodes, first_seed, schema)
+            source = _inline_episodes(record["simulator"], how, episodes, first_seed, schema)
         else:
-            source = _episodes(processes, expert, episodes, first_seed, schema, start_timeout_s, episode_timeout_s)
+            source = _episodes(processes, how, episodes, first_seed, schema, start_timeout_s, episode_timeout_s)
         kept, tried = _write(source, temporary, repo_id or f"local/{root.name}", episodes, schema, progress)
         record |= {"seeds": kept, "tried": tried, "schema_signature": schema.signature}
         (temporary / RECORD_FILE).write_text(json.dumps(record, indent=2) + "\n")
@@ -118,9 +124,15 @@ def record_demonstrations(
 
 
 def describe_recording(
-    simulator: Mapping[str, Any], expert: str, episodes: int, first_seed: int, schema: TenantSchema
+    simulator: Mapping[str, Any],
+    expert: str,
+    episodes: int,
+    first_seed: int,
+    schema: TenantSchema,
+    random_share: float = 0.0,
+    keep_failures: bool = False,
 ) -> dict[str, Any]:
-    """What makes two recordings the same, as JSON values."""
+    """What makes two recordings the same, as JSON values (the last two only where they are set)."""
     from omegaconf import OmegaConf
 
     fields = asdict(schema)
@@ -130,6 +142,8 @@ def describe_recording(
         "episodes": episodes,
         "first_seed": first_seed,
         "schema": {name: fields[name] for name in DATA_FIELDS},
+        **({"random_share": random_share} if random_share else {}),
+        **({"keep_failures": True} if keep_failures else {}),
     }
     return json.loads(json.dumps(record))
 
@@ -140,9 +154,10 @@ def check_recording(root: Path, record: dict[str, Any]) -> None:
     if not path.is_file():
         raise ValueError(f"{root} exists but holds no recording ({RECORD_FILE} is missing): choose another root")
     there = json.loads(path.read_text())
+    keys = [*record, *({"random_share", "keep_failures"} - set(record))]
     differing = [
         f"{key}: recorded {old!r}, asked for {new!r}"
-        for key, old, new in _differences({k: there.get(k) for k in record}, record)
+        for key, old, new in _differences({k: there.get(k) for k in keys}, {k: record.get(k) for k in keys})
     ]
     if differing:
         raise ValueError(
@@ -161,8 +176,10 @@ def _differences(old: Any, new: Any, key: str = "") -> Iterator[tuple[str, Any, 
 class RecorderHost(SimulatorHost):
     """Runs whole episodes of an expert in the worker process."""
 
-    def episode(self, expert: str, seed: int) -> dict[str, Any] | None:
-        """One episode, or None when it did not succeed.
+    def episode(
+        self, expert: str, seed: int, random_share: float = 0.0, keep_failures: bool = False
+    ) -> dict[str, Any] | None:
+        """One episode, or None when it did not succeed (and failures are not kept).
 
         A simulator that can put states back is stepped without rendering first, and only a success is rendered
         afterwards, from the recorded states.
@@ -177,16 +194,21 @@ class RecorderHost(SimulatorHost):
         sim.reset(seed)
         replay = sim.get_state() is not None
         before, actions, success, ended = [], [], [], False
+        generator = np.random.default_rng((seed, 1))
+        share = random_share * generator.random()
         for action in get_method(expert)(sim):
             # copies: a simulator may hand out views of its buffers
             before.append(np.array(sim.get_state()) if replay else _copied(sim.observe()))
-            actions.append(np.clip(np.asarray(action, dtype=np.float32), -1.0, 1.0))
+            action = np.asarray(action, dtype=np.float32)
+            if random_share:
+                action = (1 - share) * action + share * generator.uniform(-1, 1, action.shape).astype(np.float32)
+            actions.append(np.clip(action, -1.0, 1.0))
             result = sim.step(actions[-1])
             success.append(bool(result.success))
             ended = result.success or result.terminated or result.truncated
             if ended:
                 break
-        if not (success and success[-1]):
+        if not success or not (success[-1] or keep_failures):
             return None
         if replay:
             before = [self._observe_at(state) for state in before]
@@ -212,7 +234,7 @@ def _copied(observation: dict[str, Any]) -> dict[str, Any]:
 
 def _episodes(
     processes: list[SimulatorProcess],
-    expert: str,
+    how: tuple[str, float, bool],
     episodes: int,
     first_seed: int,
     schema: TenantSchema,
@@ -229,11 +251,12 @@ def _episodes(
         for process in processes:
             # no further ahead than a few seeds: finished episodes wait in memory
             if process not in running and seed < min(last_seed, next_out + 4 * len(processes)):
-                process.send("episode", expert, seed)
+                expert, random_share, keep_failures = how
+                process.send("episode", expert, seed, random_share, keep_failures)
                 running[process] = seed
                 seed += 1
         if next_out == last_seed:
-            raise RuntimeError(_gave_up(expert, first_seed, episodes))
+            raise RuntimeError(_gave_up(how[0], first_seed, episodes))
         timeout_s = max(timeouts[p] for p in running)
         # `wait` takes anything with a fileno(); its stub names connections and sockets only
         ready = cast(
@@ -255,16 +278,16 @@ def _episodes(
 
 
 def _inline_episodes(
-    simulator: dict[str, Any], expert: str, episodes: int, first_seed: int, schema: TenantSchema
+    simulator: dict[str, Any], how: tuple[str, float, bool], episodes: int, first_seed: int, schema: TenantSchema
 ) -> Iterator[tuple[int, dict[str, Any] | None]]:
     host = RecorderHost(simulator)
     try:
         for seed in range(first_seed, _last_seed(first_seed, episodes)):
-            answer = host.episode(expert, seed)
+            answer = host.episode(how[0], seed, *how[1:])
             if answer is not None:
                 _check_episode(answer, schema)
             yield seed, answer
-        raise RuntimeError(_gave_up(expert, first_seed, episodes))
+        raise RuntimeError(_gave_up(how[0], first_seed, episodes))
     finally:
         host.close()
 
@@ -306,7 +329,7 @@ def _write(
     schema: TenantSchema,
     progress: bool,
 ) -> tuple[list[int], int]:
-    """Writes the first ``episodes`` successes of ``source``; returns their seeds and how many were tried."""
+    """Writes the first ``episodes`` kept episodes of ``source``; returns their seeds and how many were tried."""
     import datasets
     from lerobot.datasets.lerobot_dataset import LeRobotDataset
     from tqdm import tqdm

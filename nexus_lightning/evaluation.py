@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
+
+from scipy.stats import binomtest
 
 from nexus_lightning.environment import SimulatorEnv
 from nexus_lightning.policy import Policy
@@ -49,3 +51,42 @@ def evaluate(
     finally:
         env.close()
     return summarise(slot.name, slot.policy_version, episodes)
+
+
+def paired_test(first: Sequence[bool], second: Sequence[bool]) -> float:
+    """Two-sided exact McNemar test of two policies on the same seeds.
+
+    Only seeds on which they differ say anything: under the null hypothesis each of those is a coin toss.
+
+    Returns:
+        The p-value; 1.0 when they differ on no seed.
+
+    Example:
+        >>> paired_test([True] * 6 + [False] * 4, [False] * 6 + [False] * 4)    # 2 * 0.5 ** 6
+        0.03125
+    """
+    better = sum(a and not b for a, b in zip(first, second, strict=True))
+    worse = sum(b and not a for a, b in zip(first, second, strict=True))
+    return float(binomtest(better, better + worse).pvalue) if better + worse else 1.0
+
+
+def comparison_figure(names: Sequence[str], results: Sequence[EvalResult], path: Path) -> None:
+    """Success rates with their Wilson intervals side by side, as a PNG."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, axis = plt.subplots(figsize=(max(4.0, 1.6 * len(names)), 3.6), layout="constrained")
+    rates = [result.success_rate for result in results]
+    below = [rate - result.ci_low for rate, result in zip(rates, results, strict=True)]
+    above = [result.ci_high - rate for rate, result in zip(rates, results, strict=True)]
+    axis.bar(range(len(names)), rates, color="#0072b2", width=0.6)
+    axis.errorbar(range(len(names)), rates, yerr=[below, above], fmt="none", ecolor="black", capsize=4)
+    axis.set_xticks(range(len(names)), names)
+    axis.set_ylim(0, 1.05)
+    axis.yaxis.set_major_formatter("{x:.0%}")
+    axis.set_ylabel(f"success, n = {results[0].n}, 95 % Wilson interval")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=120)
+    plt.close(figure)

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from nexus_lightning.backbone import Backbone, VLAFeature
 from nexus_lightning.checkpoint import read_payload
 from nexus_lightning.features.grouping import EncodeRequest, EncodeStats, encode_together
-from nexus_lightning.objectives import PolicyGradientObjective, SFTObjective
+from nexus_lightning.objectives import AWRObjective, PolicyGradientObjective, SFTObjective
 from nexus_lightning.schema import TenantSchema
 from nexus_lightning.tenant import TenantSlot
 
@@ -248,13 +248,16 @@ class MultiTenantModule(L.LightningModule):
         self.runtime.restore(saved)
 
 
-def build_objective(slot: TenantSlot) -> SFTObjective | PolicyGradientObjective:
+def build_objective(slot: TenantSlot) -> SFTObjective | PolicyGradientObjective | AWRObjective:
     config = slot.spec.config
+    if config.task == "rl":
+        assert config.algorithm is not None
+        return PolicyGradientObjective(slot.head, slot.normalizer, config.algorithm)
+    assert config.dataset is not None
     if config.task == "sft":
-        assert config.dataset is not None
         return SFTObjective(slot.head, slot.normalizer, config.dataset.batch_size)
     assert config.algorithm is not None
-    return PolicyGradientObjective(slot.head, slot.normalizer, config.algorithm)
+    return AWRObjective(slot.head, slot.normalizer, config.algorithm, config.dataset.batch_size)
 
 
 def _full_precision(batch: TensorDict) -> TensorDict:

@@ -19,7 +19,7 @@ from nexus_lightning.features.store import FeatureStore
 from nexus_lightning.loop import Lease
 from nexus_lightning.monitoring.events import EventLog
 from nexus_lightning.monitoring.progress import RunStatus, TenantStatus
-from nexus_lightning.objectives import PolicyGradientObjective, SFTObjective
+from nexus_lightning.objectives import AWRObjective, PolicyGradientObjective, SFTObjective
 from nexus_lightning.producers.base import Producer
 from nexus_lightning.producers.demonstrations import DemonstrationProducer, DemonstrationReader, open_dataset
 from nexus_lightning.producers.evaluation import EvalResult, EvaluationProducer, Evaluator, result_dict
@@ -33,7 +33,11 @@ from nexus_lightning.tenant import TenantSlot, derive_seed
 log = logging.getLogger(__name__)
 
 #: Columns that the actor reads, by task.
-OBJECTIVE_FIELDS = {"sft": SFTObjective.fields, "rl": PolicyGradientObjective.fields}
+OBJECTIVE_FIELDS = {
+    "sft": SFTObjective.fields,
+    "rl": PolicyGradientObjective.fields,
+    "offline_rl": AWRObjective.fields,
+}
 
 
 class Runtime:
@@ -168,6 +172,7 @@ class Runtime:
             slot.head.feature_spec,
             None if config.features.reuse == "never" else self.store,
             self.passes[slot.name],
+            gamma=config.algorithm.gamma if config.algorithm is not None else None,
         )
         status = self.status.tenants[slot.name]
 

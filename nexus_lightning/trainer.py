@@ -264,6 +264,8 @@ def record_dataset(name: str, tenant: TenantConfig, data_dir: str) -> None:
         workers=dataset.record.workers,
         repo_id=dataset.repo_id,
         inline=tenant.environment.inline,
+        random_share=dataset.record.random_share,
+        keep_failures=dataset.record.keep_failures,
     )
 
 
@@ -447,6 +449,7 @@ def _summary(runtime: Runtime, module: MultiTenantModule) -> dict[str, Any]:
         "backbone_passes_per_observation": {
             name: counter.passes_per_observation for name, counter in runtime.passes.items()
         },
+        "inference": runtime.server.summary(),
     }
     write_summary(runtime.run_dir, **summary)
     return summary

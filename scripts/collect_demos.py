@@ -30,14 +30,14 @@ def main(argv: list[str]) -> None:
 
 
 def from_tenant(words: dict[str, str]) -> dict[str, Any]:
-    """Arguments of ``record_demonstrations`` for ``tenant=NAME [episodes=] [first_seed=] [workers=] [root=]``."""
+    """Arguments of ``record_demonstrations`` for ``tenant=NAME [root=]`` and the keys of ``dataset.record``."""
     from hydra import compose, initialize_config_dir
 
     from nexus_lightning.config import dataset_root, register_configs, schema_of, to_config
 
-    unknown = set(words) - {"tenant", "episodes", "first_seed", "workers", "root"}
-    if unknown:
-        raise SystemExit(f"unknown: {', '.join(sorted(unknown))}; known: tenant, episodes, first_seed, workers, root")
+    known = ("tenant", "root", "episodes", "first_seed", "workers", "random_share", "keep_failures")
+    if unknown := set(words) - set(known):
+        raise SystemExit(f"unknown: {', '.join(sorted(unknown))}; known: {', '.join(known)}")
     name = words.pop("tenant")
     root = words.pop("root", None)
     overrides = [f"tenants.{name}.dataset.record.{key}={value}" for key, value in words.items()]
@@ -57,6 +57,9 @@ def from_tenant(words: dict[str, str]) -> dict[str, Any]:
         "schema": schema_of(tenant.schema),
         "workers": record.workers,
         "repo_id": tenant.dataset.repo_id,
+        "inline": tenant.environment.inline,
+        "random_share": record.random_share,
+        "keep_failures": record.keep_failures,
     }
 
 

@@ -113,6 +113,13 @@ def test_evaluate_and_export_work_from_a_payload_alone(tmp_path):
         "each seed counts once, whatever the number of simulators"
     )
     assert results[0]["seeds"] == [0, 1, 2, 3, 4] and results[0]["success_rate"] == inside["success_rate"]
+    both = f"compare=[{payload},{tmp_path}/exported/toy]"
+    out, png = tmp_path / "compare.json", tmp_path / "compare.png"
+    compared = run("scripts/evaluate.py", both, "episodes=5", f"json={out}", f"png={png}")
+    assert compared.returncode == 0 and "p (paired)" in compared.stdout, compared.stderr
+    report = json.loads(out.read_text())
+    assert [p["successes"] for p in report["payloads"]] == [results[0]["successes"]] * 2
+    assert report["payloads"][1]["p_against_first"] == 1.0 and png.stat().st_size > 5000
 
 
 @pytest.mark.sim

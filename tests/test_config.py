@@ -127,7 +127,7 @@ def test_missing_package_names_the_install_line(compose, monkeypatch):
 @pytest.mark.parametrize(
     ("key", "value", "expected"),
     [
-        ("task", "offline", "choose one of sft, rl"),
+        ("task", "offline", "choose one of sft, rl, offline_rl"),
         ("head", {"_target_": "models.heads.mlp.NoSuchHead", "lr": 1e-3}, "cannot be imported"),
         ("head", {"_target_": "models.heads.mlp.ChunkMLPHead"}, "a positive learning rate is required"),
         ("weight", 0.0, "must be positive"),

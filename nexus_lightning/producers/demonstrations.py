@@ -105,6 +105,7 @@ class DemonstrationReader:
         spec: what the tenant's head reads.
         store: where features are kept, or None.
         passes: counts observations and encoded rows.
+        gamma: discount per frame; batches then hold ``return_to_go`` ``[n, 1]`` (offline RL).
     """
 
     def __init__(
@@ -116,6 +117,7 @@ class DemonstrationReader:
         spec: FeatureSpec,
         store: FeatureStore | None,
         passes: PassCounter | None = None,
+        gamma: float | None = None,
     ) -> None:
         self.dataset, self.config, self.schema, self.backbone, self.spec = dataset, config, schema, backbone, spec
         self.converter = DatasetConverter(schema, config.conventions)
@@ -123,6 +125,8 @@ class DemonstrationReader:
         self.views = 1 if self.augmentation is None else self.augmentation.views
         self.passes = PassCounter() if passes is None else passes
         self.table = low_dim_table(dataset, schema, self.converter)
+        if gamma is not None:
+            self.table["return_to_go"] = returns_to_go(dataset, gamma)
         self._seen = torch.zeros(self.views, len(dataset), dtype=torch.bool)
         self.entry: FeatureEntry | None = None
         if store is not None:
@@ -230,6 +234,29 @@ def low_dim_table(dataset: Any, schema: TenantSchema, converter: DatasetConverte
     rows = torch.minimum(step, last.unsqueeze(1))
     actions = converter.actions(action[rows], state[rows] if converter.needs_states else state)
     return TensorDict({"state": state, "actions": actions, "is_pad": step > last.unsqueeze(1)}, [len(action)])
+
+
+def returns_to_go(dataset: Any, gamma: float) -> Tensor:
+    """Discounted reward from every frame to the end of its episode, float32 ``[N, 1]``.
+
+    Rewards are the column ``next.reward``, or ``next.success`` where there is none (1 at the step that succeeds).
+
+    Raises:
+        ValueError: the dataset has neither.
+    """
+    names = dataset.hf_dataset.column_names
+    key = next((name for name in ("next.reward", "next.success") if name in names), None)
+    if key is None:
+        raise ValueError(f"dataset {dataset.repo_id}: offline RL needs the column next.reward or next.success")
+    frames = dataset.hf_dataset.select_columns([key, "episode_index"]).with_format("torch")[:]
+    reward, episode = torch.as_tensor(frames[key]).float().flatten(), torch.as_tensor(frames["episode_index"])
+    returns, following = torch.zeros_like(reward), 0.0
+    for row in reversed(range(len(reward))):
+        if row + 1 == len(reward) or episode[row + 1] != episode[row]:
+            following = 0.0
+        following = float(reward[row]) + gamma * following
+        returns[row] = following
+    return returns.unsqueeze(-1)
 
 
 def augment(images: Tensor, rows: Tensor, view: int, config: AugmentationConfig) -> Tensor:

@@ -29,6 +29,7 @@ class EvalResult:
     ci_high: float
     episode_return: float
     episode_length: float
+    success_at_end: float = 0.0  # share of episodes that were successful in their last step
     mode: str = "deterministic"
     successes: tuple[bool, ...] = ()  # by seed, in the order asked for
     seeds: tuple[int, ...] = ()
@@ -45,7 +46,8 @@ def evaluate_policy(
     """Run one episode per seed on ``env`` (several simulators share the list).
 
     Returns:
-        One ``{seed, success, episode_return, episode_length}`` per seed in the order given; None when ``stopping``.
+        One ``{seed, success, success_at_end, episode_return, episode_length}`` per seed in the order given; None when
+        ``stopping``.
     """
     env.set_episodes(seeds)
     try:
@@ -64,6 +66,7 @@ def evaluate_policy(
                 finished[seed] = {
                     "seed": seed,
                     "success": bool(stepped["success_once"][index]),
+                    "success_at_end": bool(stepped["success"][index]),
                     "episode_return": float(returns[index]),
                     "episode_length": int(stepped["episode_length"][index]),
                 }
@@ -95,6 +98,7 @@ def summarise(tenant: str, version: int, episodes: list[dict[str, Any]]) -> Eval
         ci_high=high,
         episode_return=sum(e["episode_return"] for e in episodes) / n,
         episode_length=sum(e["episode_length"] for e in episodes) / n,
+        success_at_end=sum(e["success_at_end"] for e in episodes) / n,
         successes=tuple(e["success"] for e in episodes),
         seeds=tuple(e["seed"] for e in episodes),
     )

@@ -1,0 +1,75 @@
+"""Offline RL: advantage-weighted regression on recorded chunks, for any head that has a critic."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from tensordict import TensorDict
+from torch import Tensor
+
+from nexus_lightning.config import AlgorithmConfig
+from nexus_lightning.head import ActionHead
+from nexus_lightning.schema import Normalizer
+
+#: Largest weight of a sample against the mean one's (AWR cuts at 20, too).
+MAX_WEIGHT = 20.0
+
+
+class AWRObjective:
+    """Imitate what turned out better than expected (Peng et al. 2019, arXiv 1910.00177).
+
+    The critic regresses the return to go with an expectile (0.5: the mean, as AWR; above: optimistic, the value step of
+    IQL, Kostrikov et al. 2021, arXiv 2110.06169). A sample's weight is ``exp((return - value) / temperature)``. Samples
+    are drawn by weight and trained with the head's own supervised loss, which in expectation is the weighted loss and
+    asks nothing new of a head: with a flow head this is advantage-weighted flow matching.
+
+    Partition fields (rows = samples): those of :class:`~nexus_lightning.objectives.sft.SFTObjective` and
+    ``return_to_go`` ``[N, 1]``.
+    """
+
+    encode_whole_job = False
+    fields = ("actions", "is_pad", "return_to_go")
+
+    def __init__(self, head: ActionHead, normalizer: Normalizer, algorithm: AlgorithmConfig, batch_size: int) -> None:
+        self.head, self.normalizer, self.algorithm, self.batch_size = head, normalizer, algorithm, batch_size
+
+    def minibatches(self, data: TensorDict) -> Iterator[TensorDict]:
+        """In the order of the partition: the producer has already shuffled by the tenant's seed."""
+        yield from data.split(self.batch_size)
+
+    def loss(self, batch: TensorDict, jobs_completed: int) -> dict[str, Tensor]:
+        """``{"loss", "policy_loss", "value_loss", "advantage", "weight_share"}`` (scalars).
+
+        ``weight_share`` is the effective number of samples over the number of samples: 1 when all weigh alike.
+        """
+        state = self.normalizer.normalize_state(batch["state"])
+        value = self.head.value(batch["features"], state)
+        error = batch["return_to_go"] - value
+        value_loss = expectile_loss(error, self.algorithm.expectile)
+        weight = advantage_weights(error.detach().squeeze(-1), self.algorithm.temperature)
+        share = weight.sum().square() / (len(weight) * weight.square().sum())
+        metrics = {"value_loss": value_loss.detach(), "advantage": error.detach().mean(), "weight_share": share}
+        if jobs_completed < self.algorithm.value_warmup_jobs:
+            return {"loss": self.algorithm.critic_coef * value_loss, **metrics}
+        rows = torch.multinomial(weight, len(weight), replacement=True)
+        actions = self.normalizer.normalize_action(batch["actions"][rows])
+        losses = self.head.loss(batch["features"][rows], state[rows], actions, batch["is_pad"][rows])
+        loss = losses["loss"] + self.algorithm.critic_coef * value_loss
+        return {**losses, "loss": loss, "policy_loss": losses["loss"].detach(), **metrics}
+
+
+def expectile_loss(error: Tensor, expectile: float) -> Tensor:
+    """Mean of ``|expectile - 1[error < 0]| * error^2``.
+
+    Example:
+        >>> expectile_loss(torch.tensor([2.0, -2.0]), 0.75).item()    # (0.75 * 4 + 0.25 * 4) / 2
+        2.0
+    """
+    return (torch.where(error < 0, 1 - expectile, expectile) * error.square()).mean()
+
+
+def advantage_weights(advantage: Tensor, temperature: float) -> Tensor:
+    """``exp(advantage / temperature)`` ``[N]``, divided by its mean and cut at :data:`MAX_WEIGHT`."""
+    weight = (advantage / temperature - (advantage / temperature).max()).exp()
+    return (weight / weight.mean()).clamp(max=MAX_WEIGHT)
