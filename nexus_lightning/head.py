@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Hashable
 from typing import Any, ClassVar
 
 from tensordict import TensorDict
@@ -72,6 +73,16 @@ class ActionHead(nn.Module):
     def noise_shape(self) -> tuple[int, ...]:
         """Shape per sample of the standard normal numbers that :meth:`act` needs for a sample; ``(T, A)``."""
         return (self.schema.chunk, self.schema.action_dim)
+
+    @property
+    def stack_key(self) -> Hashable | None:
+        """For heads of which several tenants' can act together: everything but tensors that :meth:`act` depends on.
+
+        The inference server calls :meth:`act` once, under ``torch.func.vmap`` on stacked tensors, for heads of one
+        class whose keys (and so the shapes of their tensors) are equal. ``act`` must then not branch on values of
+        tensors. None: every head acts alone.
+        """
+        return None
 
     @property
     def trace_shapes(self) -> dict[str, tuple[int, ...]]:

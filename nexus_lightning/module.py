@@ -171,7 +171,8 @@ class MultiTenantModule(L.LightningModule):
         slot.policy_version += 1
         slot.jobs_completed += 1
         slot.cursor = max(slot.cursor, int(update.lease.job.metadata["cursor"]))
-        assert self.runtime is not None
+        assert slot.optimizer is not None and self.runtime is not None
+        slot.optimizer.zero_grad()  # an idle tenant keeps no gradients
         self.runtime.publish(slot)
 
     def _with_features(self, parts: list[tuple[TenantSlot, TensorDict]]) -> list[TensorDict]:

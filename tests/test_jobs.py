@@ -59,13 +59,16 @@ class SchedulerMachine(RuleBasedStateMachine):
     def start(self) -> None:
         self.clock = Clock()
         self.ended_calls: list[str] = []
-        self.scheduler = Scheduler(on_terminal=lambda job: self.ended_calls.append(job.job_id), clock=self.clock)
+        self.scheduler = self.build(on_terminal=lambda job: self.ended_calls.append(job.job_id), clock=self.clock)
         for name, rules in TENANTS.items():
             self.scheduler.register(name, **rules)
         self.versions = dict.fromkeys(TENANTS, 0)
         self.model: dict[str, Job] = {}
         self.seen_ended: dict[str, Job] = {}
         self.leased_samples = dict.fromkeys(TENANTS, 0)
+
+    def build(self, **arguments) -> Scheduler:
+        return Scheduler(**arguments)
 
     def ready_jobs(self) -> list[Job]:
         jobs = [self.scheduler.get(job_id) for job_id in self.model]
@@ -206,6 +209,9 @@ class SchedulerMachine(RuleBasedStateMachine):
             assert sum(self.scheduler.counts()[tenant][s.value] for s in JobState if not s.terminal) == len(in_flight)
         held = [job.lease_id for job in jobs if job.lease_id is not None]
         assert len(held) == len(set(held)) == sum(job.state in LEASED_STATES for job in jobs)
+        for tenant in (None, *TENANTS):
+            ready_now = [job for job in jobs if job.state == JobState.READY and tenant in (None, job.tenant_id)]
+            assert self.scheduler.depth(tenant) == len(ready_now)
         for job in jobs:
             if job.state.terminal:
                 assert self.seen_ended.setdefault(job.job_id, job) == job, "an ended job changed"
@@ -499,6 +505,66 @@ def test_lease_next_waits_wakes_and_times_out() -> None:
     scheduler.complete(job.job_id)
     waiter.join(10)
     assert room == [True]
+
+
+@pytest.mark.parametrize("end", ["complete", "fail", "fail_all", "unregister"])
+def test_room_wakes_the_tenants_own_producers(end: str) -> None:
+    """Whatever ends a job of a tenant, or its stay, ends the wait of its producer at once and nobody else's."""
+    scheduler = Scheduler()
+    scheduler.register("t", "sft", max_in_flight=1)
+    scheduler.register("other", "sft", max_in_flight=1)
+    assert scheduler.reserve("other", 1) is not None
+    job = ready(scheduler, "t")
+    scheduler.lease_next({"t": 0}, 0, 60)
+    answers: dict[str, bool] = {}
+
+    def wait(tenant: str) -> None:
+        answers[tenant] = scheduler.wait_for_room(tenant, 20)
+
+    waiters = {tenant: threading.Thread(target=wait, args=(tenant,), daemon=True) for tenant in ("t", "other")}
+    for tenant, waiter in waiters.items():
+        waiter.start()
+        while not scheduler._tenants[tenant].room._waiters:
+            time.sleep(0.001)
+    {
+        "complete": lambda: scheduler.complete(job.job_id),
+        "fail": lambda: scheduler.fail(job.job_id, "because"),
+        "fail_all": lambda: scheduler.fail_all("t", "because"),
+        "unregister": lambda: scheduler.unregister("t"),
+    }[end]()
+    waiters["t"].join(10)
+    assert answers == {"t": end in ("complete", "fail")}
+    scheduler.close()
+    waiters["other"].join(10)
+    assert answers["other"] is False
+
+
+def test_a_returned_lease_keeps_its_place_among_many() -> None:
+    """READY jobs are looked at in order of ready_seq, also after several leases came back in another order."""
+    clock = Clock()
+    scheduler = Scheduler(clock=clock)
+    scheduler.register("t", "sft", max_in_flight=6)
+    jobs = [ready(scheduler, "t") for _ in range(6)]
+    for deadline in (9, 5, 7):
+        assert scheduler.lease_next({"t": 0}, 0, deadline) is not None
+    for now in (5, 7, 9):
+        clock.now = now
+        assert len(scheduler.expire()) == 1
+    order = [scheduler.lease_next({"t": 0}, 0, 60).job_id for _ in jobs]
+    assert order == [job.job_id for job in jobs]
+
+
+def test_where_and_actor_versions_leave_other_jobs_alone() -> None:
+    scheduler = Scheduler()
+    scheduler.register("a", "sft", max_in_flight=3)
+    scheduler.register("b", "sft", priority=1)
+    first, second = ready(scheduler, "a"), ready(scheduler, "a")
+    ready(scheduler, "b")
+    assert scheduler.lease_next({}, 0, 60) is None and scheduler.lease_next({"x": 0}, 0, 60) is None
+    leased = scheduler.lease_next({"a": 0}, 0, 60, where=lambda job: job.job_id != first.job_id)
+    assert leased is not None and leased.job_id == second.job_id
+    assert scheduler.lease_next({"a": 0, "b": 0}, 0, 60, where=lambda job: False) is None
+    assert scheduler.depth() == 2 and scheduler.depth("a") == scheduler.depth("b") == 1 and scheduler.depth("x") == 0
 
 
 def test_close_wakes_everybody_and_lets_jobs_end() -> None:

@@ -17,6 +17,7 @@ arXiv 1509.06113) keep it and stay cheap on a CPU.
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from typing import Literal
 
 import torch
@@ -86,6 +87,8 @@ class ChunkMLPHead(ActionHead):
         self.loss_name = loss
         self.state_noise = state_noise
         spec = feature_spec if use_features else None
+        sizes = (schema.state_dim, schema.chunk, schema.action_dim, hidden_dim, num_layers, num_keypoints, text_dim)
+        self._architecture = (feature_spec, use_features, activation, *sizes)
 
         def network(out_dim: int) -> PooledMLP:
             return PooledMLP(
@@ -132,6 +135,11 @@ class ChunkMLPHead(ActionHead):
     def value(self, features: VLAFeature, state: Tensor) -> Tensor:
         """See :meth:`ActionHead.value`."""
         return self.value_head(features, state)
+
+    @property
+    def stack_key(self) -> Hashable:
+        """See :attr:`ActionHead.stack_key`."""
+        return self._architecture
 
     def _chunk(self, features: VLAFeature, state: Tensor) -> Tensor:
         return self.actor(features, state).reshape(len(state), self.schema.chunk, self.schema.action_dim)

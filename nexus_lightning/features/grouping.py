@@ -1,25 +1,33 @@
 """Several tenants' observations through the backbone in one go: training-side group batching.
 
-Rows that share a :func:`~nexus_lightning.backbone.sharing_key` are sorted by the length of their text, cut into passes
+Rows that share a :func:`~nexus_lightning.backbone.sharing_key` are sorted by length, cut into passes
 that waste little on padding, encoded, and put back: a row's feature is the same alone and in any company.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
+from math import ceil
 from typing import cast
 
+import numpy as np
 import torch
 from tensordict import TensorDict
+from torch import Tensor
 
 from nexus_lightning.backbone import Backbone, FeatureSpec, VLAFeature, concatenate_features
 from nexus_lightning.schema import TenantSchema
 
 #: Rows per backbone pass at most.
 MAX_ROWS = 64
-#: Largest share of text padding that one pass may hold; a pass is cut before it.
+#: Largest share of padding that one pass may hold, by :func:`estimated_tokens`; a pass is cut before it.
 MAX_PADDING = 0.25
+#: Pixels (each way) that an image token covers, and bytes of text per token. Most models make more tokens of an image
+#: and no more of a text, so the share of padding comes out rather too high than too low.
+PIXELS_PER_TOKEN, BYTES_PER_TOKEN = 32, 4
 
 
 @dataclass
@@ -34,14 +42,6 @@ class EncodeStats:
     @property
     def padding_share(self) -> float:
         return self.padding / self.tokens if self.tokens else 0.0
-
-    def add(self, features: VLAFeature) -> None:
-        masks = list(features.mask.values())
-        total = sum(mask.numel() for mask in masks)
-        self.calls += 1
-        self.rows += len(features.pooled)
-        self.tokens += total
-        self.padding += total - sum(int(mask.sum()) for mask in masks)
 
 
 @dataclass(frozen=True)
@@ -71,31 +71,40 @@ def encode_together(backbone: Backbone, requests: Sequence[EncodeRequest], stats
     schema = requests[0].schema
     kinds = tuple(sorted({request.spec.kind for request in requests}))
     texts = [text for request in requests for text in request.instructions]
-    images = {c: torch.cat([request.observation["image", c] for request in requests]) for c in schema.cameras}
-    parts, order = [], []
-    for rows in passes([len(schema.instruct(text).encode()) for text in texts]):
-        part = {camera: image[rows] for camera, image in images.items()}
+    images = {c: _concatenated([request.observation["image", c] for request in requests]) for c in schema.cameras}
+    bounds = list(pairwise(accumulate((len(request.instructions) for request in requests), initial=0)))
+    cut = [sorted(rows) for rows in passes([estimated_tokens(schema, text) for text in texts])]
+    pieces: list[list[VLAFeature]] = [[] for _ in requests]
+    order: list[list[int]] = [[] for _ in requests]
+    for rows in cut:
+        whole = len(cut) == 1  # then nothing is picked out: no copy
+        part = images if whole else {camera: image[rows] for camera, image in images.items()}
         observation = TensorDict({"image": TensorDict(part, [len(rows)])} if part else {}, [len(rows)])
-        features = backbone(observation, [texts[row] for row in rows], schema, kinds)
-        stats.add(features)
-        parts.append(features)
-        order += rows
-    whole = concatenate_features(parts)[torch.tensor(order).argsort()]
-    out, start = [], 0
-    for request in requests:
-        stop = start + len(request.instructions)
-        out.append(_trimmed(cast(VLAFeature, whole[start:stop]).select(request.spec)))
-        start = stop
-    return out
+        features = backbone(observation, texts if whole else [texts[row] for row in rows], schema, kinds)
+        ends = _count(features, stats)
+        start = 0
+        for i, (_, last) in enumerate(bounds):  # rows ascend, so those of a request lie side by side
+            stop = bisect_left(rows, last, start)
+            if stop > start:
+                pieces[i].append(_cut_out(features, requests[i].spec, start, stop, ends))
+                order[i] += rows[start:stop]
+            start = stop
+    return [_in_order(found, rows) for found, rows in zip(pieces, order, strict=True)]
+
+
+def estimated_tokens(schema: TenantSchema, instruction: str) -> int:
+    """How long a row is for the backbone, images included; only ever compared with other rows of the same images."""
+    image = max(1, (schema.image_size // PIXELS_PER_TOKEN) ** 2)
+    return len(schema.cameras) * image + ceil(len(schema.instruct(instruction).encode()) / BYTES_PER_TOKEN)
 
 
 def passes(lengths: Sequence[int], max_rows: int = MAX_ROWS, max_padding: float = MAX_PADDING) -> list[list[int]]:
-    """Cut rows into passes of similar text length.
+    """Cut rows into passes of similar length.
 
     Args:
-        lengths: of each row's text.
+        lengths: of each row, in any unit.
         max_rows: rows per pass at most.
-        max_padding: largest share of text positions that may be padding.
+        max_padding: largest share of a pass that may be padding.
 
     Returns:
         Row indices per pass; together each row once.
@@ -116,12 +125,46 @@ def passes(lengths: Sequence[int], max_rows: int = MAX_ROWS, max_padding: float 
     return cut
 
 
-def _trimmed(features: VLAFeature) -> VLAFeature:
-    """Without the positions at the end that are padding in every row (a longer mate's)."""
-    tokens, mask = features.tokens, features.mask
-    for name in list(tokens.keys()):
-        used = mask[name].any(0).nonzero()
-        length = int(used.max()) + 1 if len(used) else 0
-        if length < mask[name].shape[1]:
-            tokens[name], mask[name] = tokens[name][:, :length], mask[name][:, :length]
-    return features
+def _in_order(pieces: list[VLAFeature], rows: list[int]) -> VLAFeature:
+    if len(pieces) == 1:
+        return pieces[0]
+    return cast(VLAFeature, concatenate_features(pieces)[torch.tensor(rows).argsort()])
+
+
+def _concatenated(parts: list[Tensor]) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def _count(features: VLAFeature, stats: EncodeStats) -> dict[str, list[int]]:
+    """Adds a pass to ``stats``; returns for every segment where each row's last real token ends.
+
+    The masks cross from the device at once: on a GPU every crossing waits for the pass.
+    """
+    stats.calls += 1
+    stats.rows += len(features.pooled)
+    ends: dict[str, list[int]] = {}
+    masks = {str(name): mask for name, mask in features.mask.items()}
+    if not masks:
+        return ends
+    all_BL = torch.cat(list(masks.values()), dim=1).cpu().numpy()
+    stats.tokens += all_BL.size
+    stats.padding += all_BL.size - int(all_BL.sum())
+    start = 0
+    for name, mask in masks.items():
+        length = mask.shape[1]
+        mask_BL = all_BL[:, start : start + length]
+        ends[name] = (mask_BL * np.arange(1, length + 1)).max(1, initial=0).tolist()
+        start += length
+    return ends
+
+
+def _cut_out(features: VLAFeature, spec: FeatureSpec, start: int, stop: int, ends: dict[str, list[int]]) -> VLAFeature:
+    """What ``spec`` names of some rows, without the positions at the end that only longer mates fill (no copy)."""
+    tokens, mask = {}, {}
+    for segment in spec.segments:
+        length = max(ends[segment.name][start:stop])
+        tokens[segment.name] = features.tokens[segment.name][start:stop, :length]
+        mask[segment.name] = features.mask[segment.name][start:stop, :length]
+    size = [stop - start]
+    pooled = features.pooled[start:stop]
+    return VLAFeature(tokens=TensorDict(tokens, size), mask=TensorDict(mask, size), pooled=pooled, batch_size=size)

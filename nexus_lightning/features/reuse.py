@@ -43,6 +43,7 @@ def plan_reuse(slot: TenantSlot, backbone: Backbone, budget_bytes: int) -> Reuse
     """
     config = slot.spec.config
     assert config.algorithm is not None and config.environment is not None
+    assert config.algorithm.chunks_per_job is not None, "validated with the config"
     size = probe_bytes(slot, backbone)
     rollout = size * config.environment.num_envs * config.algorithm.chunks_per_job
     needed = rollout * config.max_in_flight

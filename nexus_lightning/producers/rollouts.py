@@ -59,6 +59,7 @@ class RolloutProducer(Producer):
         self.policy.record_features = reuse
 
     def produce(self) -> None:
+        assert self.algorithm.chunks_per_job is not None, "validated with the config"
         frames = self.env.num_envs * self.algorithm.chunks_per_job
         collector = Collector(
             self.env,

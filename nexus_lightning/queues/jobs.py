@@ -11,9 +11,12 @@ import time
 import uuid
 from collections import Counter, OrderedDict
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from nexus_lightning.queues.journal import Journal
 
 #: Task types that make training jobs. Evaluation is read-only and makes none.
 TASK_TYPES = ("sft", "rl", "offline_rl")
@@ -36,7 +39,7 @@ class JobState(StrEnum):
     @property
     def terminal(self) -> bool:
         """True for ``completed``, ``failed`` and ``dropped``: nothing follows."""
-        return self in (JobState.COMPLETED, JobState.FAILED, JobState.DROPPED)
+        return self in _TERMINAL
 
 
 #: waiting state -> the state while it is leased. An expired lease goes the other way.
@@ -46,6 +49,10 @@ _LEASED_AS = {
     JobState.READY: JobState.LEASED,
 }
 _RETURNS_TO = {leased: waiting for waiting, leased in _LEASED_AS.items()}
+_TERMINAL = (JobState.COMPLETED, JobState.FAILED, JobState.DROPPED)
+
+#: Reason of jobs that were in flight when their process died: their tensors went with it.
+INTERRUPTED = "interrupted"
 
 _STAGES = {
     JobState.COMPUTING_ACTOR_FORWARD: (JobState.NEEDS_ADVANTAGES,),
@@ -103,6 +110,9 @@ class Job:
     lease_deadline: float | None = None
 
 
+_NAMES = tuple(state.value for state in JobState)
+
+
 class IllegalTransition(ValueError):
     """A job cannot go to the asked state. ``job`` is a copy of it as it stands."""
 
@@ -117,7 +127,7 @@ class LeaseLost(RuntimeError):
 
 @dataclass
 class _Registration:
-    """Admission rules and counters of one registered tenant."""
+    """Admission rules, counters and jobs in flight of one registered tenant."""
 
     tenant_id: str
     task_type: str
@@ -128,9 +138,11 @@ class _Registration:
     target_jobs: int | None
     weight: float
     share_offset: float
+    room: threading.Condition  # of the scheduler's lock; only the tenant's own producers wait on it
     leased_samples: int = 0
     stopped: str = ""
     ended: Counter[JobState] = field(default_factory=Counter)
+    jobs: dict[str, Job] = field(default_factory=dict)
 
     @property
     def share(self) -> float:
@@ -148,9 +160,22 @@ class _Registration:
     def wants_more(self) -> bool:
         return not self.stopped and (self.target_jobs is None or self.ended[JobState.COMPLETED] < self.target_jobs)
 
+    def counters(self) -> dict[str, Any]:
+        """JSON-able; samples of unfinished leases are in ``leased_samples``."""
+        return {
+            "ended": {state.value: count for state, count in self.ended.items()},
+            "leased_samples": self.leased_samples,
+            "share_offset": self.share_offset,
+        }
+
+    def restore(self, counters: dict[str, Any]) -> None:
+        self.ended = Counter({JobState(key): count for key, count in counters["ended"].items()})
+        self.leased_samples = counters["leased_samples"]
+        self.share_offset = counters["share_offset"]
+
 
 class Scheduler:
-    """Admits, orders, leases and ends training jobs. In memory, thread-safe, no thread of its own.
+    """Admits, orders, leases and ends training jobs. Thread-safe, no thread of its own; in memory, or with a journal.
 
     ::
 
@@ -183,18 +208,26 @@ class Scheduler:
     Staleness: ``lease_next`` drops a READY job when ``actor version - behavior_policy_version > max_policy_staleness``.
     Blocks: ``lease_next`` (nothing ready) and ``wait_for_room`` (no admission), both with a timeout. Nothing else
     blocks.
-    Wakes: every state change, ``register``, ``unregister`` and ``close`` wake both.
+    Wakes: a job that becomes ready, or whose lease is returned, wakes ``lease_next``; a job that ends and a tenant that
+    is stopped wake ``wait_for_room`` of that tenant; ``close`` wakes both.
     Expiry: ``lease_next`` and ``lease_stage`` first return the leases whose deadline has passed; ``expire`` does it
     alone. A call that names an outdated ``lease_id`` raises :class:`LeaseLost`, so a job that two consumers held is
     trained once.
     ``close()``: ``reserve``, ``lease_stage`` and ``lease_next`` answer None from then on and waiters return; jobs in
     flight stay and may still be marked, completed or failed.
+    With a ``journal`` every transition is in its database before the call that made it returns, so kill -9 loses none.
+    A scheduler built on the journal of a dead process fails what was in flight there (reason ``interrupted``), goes on
+    with its sequence numbers, and gives a tenant its counters back when it is registered. They may be ahead of the last
+    saved weights: whoever resumes from a checkpoint calls :meth:`load_state_dict` afterwards, which has the last word
+    on counters. When the journal cannot be written, every later call that would change or lease a job raises its
+    :class:`~nexus_lightning.queues.journal.JournalError`.
 
     Args:
         on_terminal: called once for every ended job with a copy of it, outside the lock, in the thread that ended it
             (clear the partition there). Its exceptions propagate to that caller.
         clock: seconds, monotonic.
         history: how many ended jobs are remembered by :meth:`get` and :attr:`history`; counters are never forgotten.
+        journal: where transitions are kept; None keeps them in memory alone.
 
     Example:
         >>> cleared = []
@@ -218,18 +251,27 @@ class Scheduler:
         on_terminal: Callable[[Job], None] | None = None,
         clock: Callable[[], float] = time.monotonic,
         history: int = 10_000,
+        journal: Journal | None = None,
     ) -> None:
         self.on_terminal = on_terminal
         self._clock = clock
-        self._changed = threading.Condition()
+        self._lock = threading.RLock()
+        self._changed = threading.Condition(self._lock)  # a job became ready, or the scheduler was closed
         self._tenants: dict[str, _Registration] = {}
         self._jobs: dict[str, Job] = {}
+        #: waiting state -> tenant -> job id -> job; READY in order of ready_seq. Who looks for work looks only here.
+        self._waiting: dict[JobState, dict[str, dict[str, Job]]] = {state: {} for state in _LEASED_AS}
+        self._first_deadline = float("inf")  # no lease ends before it
         self._ended: OrderedDict[str, Job] = OrderedDict()
         self._history = history
         # Jobs made after a checkpoint and lost in a crash must not lend their ids to jobs of the resumed run.
         self._run_token = uuid.uuid4().hex[:8]
         self._seq = {"created": 0, "ready": 0, "lease": 0, "registration": 0}
         self._closed = False
+        self._journal = journal
+        self._restored: dict[str, dict[str, Any]] = {}  # counters of tenants that are not registered again yet
+        if journal is not None:
+            self._restore(journal)
 
     # ---- tenants -------------------------------------------------------------------------------------------------
 
@@ -244,7 +286,7 @@ class Scheduler:
         target_jobs: int | None = None,
         weight: float = 1.0,
     ) -> None:
-        """Admits a tenant with fresh counters, whatever had its name before.
+        """Admits a tenant with fresh counters, whatever had its name before; after a restart with the journal's.
 
         Args:
             tenant_id: unique among the registered ones.
@@ -280,7 +322,7 @@ class Scheduler:
                 raise ValueError(
                     f"tenant {tenant_id!r} is registered already: unregister it first or choose another name"
                 )
-            self._tenants[tenant_id] = _Registration(
+            tenant = self._tenants[tenant_id] = _Registration(
                 tenant_id,
                 task_type,
                 policy_key=f"{tenant_id}/{task_type}#{self._next('registration')}",
@@ -290,15 +332,20 @@ class Scheduler:
                 target_jobs=target_jobs,
                 weight=weight,
                 share_offset=min((r.share for r in self._tenants.values() if not r.stopped), default=0.0),
+                room=threading.Condition(self._lock),
             )
-            self._changed.notify_all()
+            if tenant_id in self._restored:
+                tenant.restore(self._restored.pop(tenant_id))
+            self._write(tenant)
 
     def unregister(self, tenant_id: str, reason: str = "tenant unregistered") -> list[Job]:
         """Fails the tenant's jobs in flight and forgets its counters. Returns the failed jobs."""
         failed = self.fail_all(tenant_id, reason)
         with self._changed:
-            del self._tenants[tenant_id]
-            self._changed.notify_all()
+            tenant = self._tenants.pop(tenant_id)
+            tenant.room.notify_all()
+            if self._journal is not None:
+                self._journal.forget(tenant_id)
         return failed
 
     def fail_all(self, tenant_id: str, reason: str) -> list[Job]:
@@ -307,9 +354,10 @@ class Scheduler:
         The tenant stays in :meth:`counts` and no longer holds up :meth:`targets_met`. Returns the failed jobs.
         """
         with self._changed:
-            self._tenant(tenant_id).stopped = reason
-            ended = [self._end(job, JobState.FAILED, reason) for job in self._of(tenant_id)]
-            self._changed.notify_all()
+            tenant = self._tenant(tenant_id)
+            tenant.stopped = reason
+            tenant.room.notify_all()
+            ended = [self._end(job, JobState.FAILED, reason) for job in list(tenant.jobs.values())]
         self._announce(ended)
         return ended
 
@@ -359,7 +407,8 @@ class Scheduler:
                 timestamps={JobState.RESERVED.value: self._clock()},
                 metadata=dict(metadata or {}),
             )
-            self._jobs[job_id] = job
+            self._jobs[job_id] = tenant.jobs[job_id] = job
+            self._write(tenant, job)
             return _copy(job)
 
     def wait_for_room(self, tenant_id: str, timeout_s: float) -> bool:
@@ -369,7 +418,9 @@ class Scheduler:
             True when there is room; False on timeout, or at once when :meth:`wants_more` is False.
         """
         with self._changed:
-            self._changed.wait_for(
+            if not self._open(tenant_id):
+                return False
+            self._tenants[tenant_id].room.wait_for(
                 lambda: not self._open(tenant_id) or self._has_room(self._tenants[tenant_id]), timeout_s
             )
             return self._open(tenant_id) and self._has_room(self._tenants[tenant_id])
@@ -417,14 +468,13 @@ class Scheduler:
         if state_needed not in _RL_START:
             raise ValueError(f"state_needed={str(state_needed)!r}: choose one of {', '.join(_RL_START)}")
         with self._changed:
+            self._check_journal()
             if self._closed:
                 return None
             self._return_expired(self._clock())
-            waiting = [
-                job
-                for job in self._jobs.values()
-                if job.state == state_needed and (tenant_id is None or job.tenant_id == tenant_id)
-            ]
+            by_tenant = self._waiting[state_needed]
+            tenants = by_tenant.values() if tenant_id is None else (by_tenant.get(tenant_id, {}),)
+            waiting = [job for jobs in tenants for job in jobs.values()]
             if not waiting:
                 return None
             return self._lease(min(waiting, key=lambda job: (-job.priority, job.created_seq)), deadline_s)
@@ -434,7 +484,7 @@ class Scheduler:
         actor_versions: dict[str, int],
         timeout_s: float,
         deadline_s: float,
-        where: Callable[[Job], bool] = lambda job: True,
+        where: Callable[[Job], bool] | None = None,
     ) -> Job | None:
         """Leases the READY job that is next in order; drops stale ones on the way.
 
@@ -442,7 +492,7 @@ class Scheduler:
             actor_versions: tenant -> its policy version at the actor. Jobs of tenants not named here are left alone.
             timeout_s: how long to wait for one; 0 does not wait.
             deadline_s: the lease returns by itself after so many seconds.
-            where: leaves other jobs alone (it runs under the scheduler's lock: look, do not call back).
+            where: leaves other jobs alone (it runs under the scheduler's lock: look, do not call back); None for all.
 
         Returns:
             The job in state LEASED, or None on timeout or close.
@@ -451,18 +501,14 @@ class Scheduler:
         timed_out = False
         while True:
             with self._changed:
+                self._check_journal()
                 if self._closed:
                     return None
                 self._return_expired(self._clock())
-                ready = [
-                    job
-                    for job in self._jobs.values()
-                    if job.state == JobState.READY and job.tenant_id in actor_versions and where(job)
-                ]
-                stale = [job for job in ready if _is_stale(job, actor_versions[job.tenant_id])]
+                first, stale = self._next_ready(actor_versions, where)
                 dropped = [self._end(job, JobState.DROPPED, "policy_stale") for job in stale]
-                if not dropped and ready:
-                    return self._lease(min(ready, key=self._order), deadline_s)
+                if not dropped and first is not None:
+                    return self._lease(first, deadline_s)
                 if not dropped:
                     remaining_s = end_s - self._clock()
                     if timed_out or remaining_s <= 0:
@@ -523,23 +569,25 @@ class Scheduler:
     def counts(self) -> dict[str, dict[str, int]]:
         """tenant -> state -> jobs: in flight now, ended since registration (or since the resumed run's start)."""
         with self._changed:
-            table = {name: {state.value: r.ended[state] for state in JobState} for name, r in self._tenants.items()}
-            for job in self._jobs.values():
-                table[job.tenant_id][job.state.value] += 1
+            table = {}
+            for name, tenant in self._tenants.items():
+                row = table[name] = dict.fromkeys(_NAMES, 0)
+                for state, count in tenant.ended.items():
+                    row[state.value] = count
+                for job in tenant.jobs.values():
+                    row[job.state.value] += 1
             return table
 
     def depth(self, tenant_id: str | None = None) -> int:
         """READY jobs of one tenant, or of all."""
         with self._changed:
-            return sum(
-                job.state == JobState.READY and tenant_id in (None, job.tenant_id) for job in self._jobs.values()
-            )
+            ready = self._waiting[JobState.READY]
+            return sum(map(len, ready.values())) if tenant_id is None else len(ready.get(tenant_id, ()))
 
     def in_flight(self, tenant_id: str) -> int:
         """Jobs of a tenant that are not ended."""
         with self._changed:
-            self._tenant(tenant_id)
-            return len(self._of(tenant_id))
+            return len(self._tenant(tenant_id).jobs)
 
     def completed(self, tenant_id: str) -> int:
         """Completed jobs of a tenant."""
@@ -568,28 +616,23 @@ class Scheduler:
         with self._changed:
             self._closed = True
             self._changed.notify_all()
+            for tenant in self._tenants.values():
+                tenant.room.notify_all()
 
     def state_dict(self) -> dict[str, Any]:
         """JSON-able sequence numbers and counters. Jobs in flight are not part of it: producers make them again."""
         with self._changed:
-            in_flight_samples = Counter()
+            tenants = {name: tenant.counters() for name, tenant in self._tenants.items()}
             for job in self._jobs.values():
                 if job.state == JobState.LEASED:
-                    in_flight_samples[job.tenant_id] += job.sample_count
-            return {
-                "seq": dict(self._seq),
-                "tenants": {
-                    name: {
-                        "ended": {state.value: count for state, count in r.ended.items()},
-                        "leased_samples": r.leased_samples - in_flight_samples[name],
-                        "share_offset": r.share_offset,
-                    }
-                    for name, r in self._tenants.items()
-                },
-            }
+                    tenants[job.tenant_id]["leased_samples"] -= job.sample_count
+            return {"seq": dict(self._seq), "tenants": tenants}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restores counters. Register the tenants first; names in ``state`` that are not registered are ignored.
+
+        Sequence numbers never go back. Counters do: what the journal knows of later jobs is not in the weights. A
+        registered tenant that ``state`` does not know starts fresh, at the least share of the others.
 
         Raises:
             ValueError: jobs are in flight.
@@ -599,13 +642,15 @@ class Scheduler:
                 raise ValueError(f"{len(self._jobs)} jobs are in flight: load the scheduler's state before reserving")
             for name, value in state["seq"].items():
                 self._seq[name] = max(self._seq[name], value)
-            for name, saved in state["tenants"].items():
-                if name in self._tenants:
-                    tenant = self._tenants[name]
-                    tenant.ended = Counter({JobState(key): count for key, count in saved["ended"].items()})
-                    tenant.leased_samples = saved["leased_samples"]
-                    tenant.share_offset = saved["share_offset"]
-            self._changed.notify_all()
+            known = [tenant for name, tenant in self._tenants.items() if name in state["tenants"]]
+            for tenant in known:
+                tenant.restore(state["tenants"][tenant.tenant_id])
+            least = min((tenant.share for tenant in known), default=0.0)
+            for name, tenant in self._tenants.items():
+                if name not in state["tenants"]:
+                    tenant.restore({"ended": {}, "leased_samples": 0, "share_offset": least})
+                tenant.room.notify_all()
+                self._write(tenant)
 
     # ---- inside the lock -----------------------------------------------------------------------------------------
 
@@ -619,16 +664,13 @@ class Scheduler:
             raise ValueError(f"tenant {tenant_id!r} is not registered (registered: {known}): call register() first")
         return self._tenants[tenant_id]
 
-    def _of(self, tenant_id: str) -> list[Job]:
-        return [job for job in self._jobs.values() if job.tenant_id == tenant_id]
-
     def _open(self, tenant_id: str) -> bool:
         return not self._closed and tenant_id in self._tenants and self._tenants[tenant_id].wants_more
 
     def _has_room(self, tenant: _Registration) -> bool:
         if not self._open(tenant.tenant_id):
             return False
-        in_flight = len(self._of(tenant.tenant_id))
+        in_flight = len(tenant.jobs)
         covered = tenant.target_jobs is not None and tenant.ended[JobState.COMPLETED] + in_flight >= tenant.target_jobs
         return in_flight < tenant.bound and not covered
 
@@ -644,46 +686,120 @@ class Scheduler:
             )
         return job
 
-    def _order(self, job: Job) -> tuple:
-        assert job.ready_seq is not None
-        return (-job.priority, self._tenants[job.tenant_id].share, job.ready_seq)
+    def _next_ready(
+        self, actor_versions: dict[str, int], where: Callable[[Job], bool] | None
+    ) -> tuple[Job | None, list[Job]]:
+        """The READY job to lease and all stale ones. Priority is the tenant's, so its oldest job stands for it."""
+        first, first_order, stale = None, None, []
+        for tenant_id, jobs in self._waiting[JobState.READY].items():
+            version = actor_versions.get(tenant_id)
+            if version is None:
+                continue
+            tenant, oldest = self._tenants[tenant_id], None
+            bounded = tenant.max_policy_staleness is not None
+            for job in jobs.values():
+                if where is not None and not where(job):
+                    continue
+                if bounded and _is_stale(job, version):
+                    stale.append(job)
+                elif oldest is None:
+                    oldest = job
+                    if not bounded:  # nothing behind it can be stale
+                        break
+            if oldest is not None:
+                order = (-tenant.priority, tenant.share, oldest.ready_seq)
+                if first_order is None or order < first_order:
+                    first, first_order = oldest, order
+        return first, stale
 
     def _lease(self, job: Job, deadline_s: float) -> Job:
         job.lease_id = self._next("lease")
         job.lease_deadline = self._clock() + deadline_s
+        self._first_deadline = min(self._first_deadline, job.lease_deadline)
         if job.state == JobState.READY:
             self._tenants[job.tenant_id].leased_samples += job.sample_count
         self._enter(job, _LEASED_AS[job.state])
         return _copy(job)
 
     def _return_expired(self, now: float) -> list[Job]:
-        returned = []
+        if now < self._first_deadline:
+            return []
+        returned, self._first_deadline = [], float("inf")
         for job in self._jobs.values():
-            if job.lease_deadline is not None and job.lease_deadline <= now:
-                if job.state == JobState.LEASED:
-                    self._tenants[job.tenant_id].leased_samples -= job.sample_count
-                job.lease_id = job.lease_deadline = None
-                job.metadata["lease_expirations"] = job.metadata.get("lease_expirations", 0) + 1
-                self._enter(job, _RETURNS_TO[job.state])
-                returned.append(_copy(job))
+            if job.lease_deadline is None:
+                continue
+            if job.lease_deadline > now:
+                self._first_deadline = min(self._first_deadline, job.lease_deadline)
+                continue
+            if job.state == JobState.LEASED:
+                self._tenants[job.tenant_id].leased_samples -= job.sample_count
+            job.lease_id = job.lease_deadline = None
+            job.metadata["lease_expirations"] = job.metadata.get("lease_expirations", 0) + 1
+            self._enter(job, _RETURNS_TO[job.state])
+            if job.ready_seq is not None:  # it has kept its place
+                ready = self._waiting[JobState.READY][job.tenant_id]
+                ordered = sorted(ready.values(), key=lambda waiting: waiting.ready_seq or 0)
+                self._waiting[JobState.READY][job.tenant_id] = {waiting.job_id: waiting for waiting in ordered}
+            returned.append(_copy(job))
         return returned
 
     def _enter(self, job: Job, state: JobState) -> None:
+        """The one place where a job changes its state: indexes, waiters and journal follow."""
+        tenant = self._tenants[job.tenant_id]
+        if job.state in self._waiting:
+            jobs = self._waiting[job.state][job.tenant_id]
+            del jobs[job.job_id]
+            if not jobs:
+                del self._waiting[job.state][job.tenant_id]
         job.state = state
         job.timestamps[state.value] = self._clock()
-        self._changed.notify_all()
+        if state in self._waiting:
+            self._waiting[state].setdefault(job.tenant_id, {})[job.job_id] = job
+            self._changed.notify_all()
+        elif state in _TERMINAL:
+            del self._jobs[job.job_id], tenant.jobs[job.job_id]
+            tenant.ended[state] += 1
+            tenant.room.notify_all()
+        self._write(tenant, job)
 
     def _end(self, job: Job, state: JobState, reason: str) -> Job:
         assert not job.state.terminal and state.terminal
-        del self._jobs[job.job_id]
         job.reason = reason
         job.lease_id = job.lease_deadline = None
         self._enter(job, state)
-        self._tenants[job.tenant_id].ended[state] += 1
+        self._remember(job)
+        return _copy(job)
+
+    def _remember(self, job: Job) -> None:
         self._ended[job.job_id] = job
         while len(self._ended) > self._history:
             self._ended.popitem(last=False)
-        return _copy(job)
+
+    def _write(self, tenant: _Registration, job: Job | None = None) -> None:
+        if self._journal is not None:
+            self._journal.write(tenant.tenant_id, tenant.counters(), self._seq, job)
+
+    def _check_journal(self) -> None:
+        if self._journal is not None:
+            self._journal.check()
+
+    def _restore(self, journal: Journal) -> None:
+        """Take over what a dead process left: sequence numbers, counters, and its jobs in flight, which have failed."""
+        saved = journal.read(self._history)
+        self._seq.update(saved.seq)
+        self._restored = saved.tenants
+        for job in saved.ended:
+            self._remember(job)
+        for job in saved.in_flight:
+            counters = self._restored[job.tenant_id]
+            if job.state == JobState.LEASED:
+                counters["leased_samples"] -= job.sample_count
+            failed = JobState.FAILED.value
+            counters["ended"][failed] = counters["ended"].get(failed, 0) + 1
+            job.state, job.reason, job.lease_id, job.lease_deadline = JobState.FAILED, INTERRUPTED, None, None
+            job.timestamps[failed] = self._clock()
+            journal.write(job.tenant_id, counters, self._seq, job)
+            self._remember(job)
 
     def _give_up(self, job_id: str, state: JobState, reason: str, lease_id: int | None) -> Job:
         with self._changed:
@@ -717,4 +833,8 @@ def _is_stale(job: Job, actor_version: int) -> bool:
 
 
 def _copy(job: Job) -> Job:
-    return replace(job, timestamps=dict(job.timestamps), metadata=dict(job.metadata))
+    # dataclasses.replace runs __init__ over all fields: most of the scheduler's time went there
+    twin = object.__new__(Job)
+    twin.__dict__.update(job.__dict__)
+    twin.timestamps, twin.metadata = dict(job.timestamps), dict(job.metadata)
+    return twin
