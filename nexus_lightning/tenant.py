@@ -52,8 +52,9 @@ class TenantRng:
     """The tenant's own random stream for its training steps.
 
     Inside :meth:`scope` the global torch generator carries the tenant's state, so dropout and a head's plain
-    ``torch.randn`` draw from the tenant's stream and from nothing else. Other threads of this program never draw from
-    the global generator (they hold generators of their own), so the swap is safe.
+    ``torch.randn`` draw from the tenant's stream and from nothing else. On a GPU the device's generator is seeded from
+    it at every entry, so the stream and a resumed run do not depend on other tenants there either. Other threads of
+    this program never draw from the global generators (they hold generators of their own), so the swap is safe.
     """
 
     def __init__(self, seed: int) -> None:
@@ -62,12 +63,18 @@ class TenantRng:
     @contextlib.contextmanager
     def scope(self) -> Iterator[None]:
         outside = torch.get_rng_state()
+        on_gpu = torch.cuda.is_initialized()
+        outside_gpu = torch.cuda.get_rng_state() if on_gpu else None
         torch.set_rng_state(self.state)
+        if on_gpu:
+            torch.cuda.manual_seed(int(torch.randint(2**62, ())))
         try:
             yield
         finally:
             self.state = torch.get_rng_state()
             torch.set_rng_state(outside)
+            if outside_gpu is not None:
+                torch.cuda.set_rng_state(outside_gpu)
 
 
 @dataclass

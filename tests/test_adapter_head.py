@@ -16,7 +16,7 @@ from models.heads.flow_matching import FlowMatchingHead
 from models.heads.mlp import ChunkMLPHead
 from nexus_lightning.backbone import SharedBackbone
 from nexus_lightning.checks import INSTRUCTIONS, check_head, random_observation
-from nexus_lightning.config import ConfigError, validate
+from nexus_lightning.config import OPTIMIZER_KEYS, ConfigError, validate
 from nexus_lightning.head import ActionHead
 from nexus_lightning.schema import TenantSchema
 from tests.fakes import FakeBackbone
@@ -380,13 +380,10 @@ def test_config_refuses_rl_without_log_probs(compose, head, expected):
         validate(config)
 
 
-OPTIMIZER_KEYS = {"lr", "value_lr", "weight_decay", "betas", "grad_clip_norm", "lr_schedule", "warmup_steps"}
-
-
 def test_config_file_builds_the_head(qwen):
     path = Path(__file__).parents[1] / "conf" / "head" / "adapter.yaml"
     config = yaml.safe_load(path.read_text())
-    assert config.keys() >= OPTIMIZER_KEYS
+    assert config.keys() >= set(OPTIMIZER_KEYS)
     assert config["_target_"] == "models.heads.adapter.AdapterHead"
-    arguments = {key: value for key, value in config.items() if key not in OPTIMIZER_KEYS | {"_target_"}}
+    arguments = {key: value for key, value in config.items() if key not in {*OPTIMIZER_KEYS, "_target_"}}
     AdapterHead(qwen.feature_spec(SCHEMA, "layer_states"), SCHEMA, SharedBackbone(qwen), **arguments)

@@ -23,6 +23,7 @@ from models.heads.layerwise_flow import LayerwiseFlowHead, _joint_mask, _JointBl
 from models.heads.mlp import ChunkMLPHead
 from nexus_lightning.backbone import FeatureSegment, FeatureSpec
 from nexus_lightning.checks import check_head, example_spec, random_features
+from nexus_lightning.config import OPTIMIZER_KEYS
 from nexus_lightning.schema import TenantSchema
 
 SCHEMA = TenantSchema(state_dim=4, action_dim=3, chunk=5, execute=2, cameras=("front",))
@@ -452,6 +453,6 @@ def test_diffusion_without_diffusers_names_the_install_line(monkeypatch):
 )
 def test_config_file_builds_the_head(name, head, kind):
     config = yaml.safe_load((Path(__file__).parents[1] / "conf" / "head" / f"{name}.yaml").read_text())
-    optimizer = {"lr", "value_lr", "weight_decay", "betas", "grad_clip_norm", "lr_schedule", "warmup_steps"}
+    optimizer = set(OPTIMIZER_KEYS)
     assert config.keys() >= optimizer and config.pop("_target_") == f"{head.__module__}.{head.__name__}"
     head(SPECS[kind], SCHEMA, **{key: value for key, value in config.items() if key not in optimizer})

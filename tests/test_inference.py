@@ -938,6 +938,7 @@ def stacked(monkeypatch) -> list[str]:
         return act(self, features, state, noise)
 
     monkeypatch.setattr(ChunkMLPHead, "act", counted)
+    monkeypatch.setattr(inference, "MIN_STACK", 2)
     return acted
 
 
@@ -993,6 +994,15 @@ def test_other_architectures_rows_and_modes_act_alone(stacked):
     stacked.clear()
     answers_of(policies, [("a", one, False), ("b", one, False), ("tanh", one, False)])
     assert sorted(stacked) == ["alone", "vmap"]
+
+
+def test_few_heads_act_alone(stacked, monkeypatch):
+    monkeypatch.setattr(inference, "MIN_STACK", 3)
+    policies, _, schema = mlp_policies({"a": {}, "b": {}, "c": {}})
+    answers_of(policies, [(t, request(schema), False) for t in "ab"])
+    assert stacked == ["alone"] * 2
+    answers_of(policies, [(t, request(schema), False) for t in "abc"])
+    assert stacked[2:] == ["vmap"]
 
 
 def test_a_stack_follows_the_versions_and_only_few_are_kept(stacked):

@@ -16,6 +16,7 @@ from tensordict import TensorDict
 from models.action_tokenizers import BinningTokenizer, DCTTokenizer, episode_chunks
 from models.heads.fast_tokens import FastTokensHead
 from nexus_lightning.checks import check_head, example_spec, random_features
+from nexus_lightning.config import OPTIMIZER_KEYS
 from nexus_lightning.schema import TenantSchema
 
 SCHEMA = TenantSchema(state_dim=4, action_dim=3, chunk=5, execute=2, cameras=("front", "wrist"))
@@ -389,13 +390,10 @@ def test_dct_is_refused_for_rl():
         head.evaluate(random_features(head.feature_spec, 2), torch.zeros(2, 4), TensorDict({}, [2]))
 
 
-OPTIMIZER_KEYS = {"lr", "value_lr", "weight_decay", "betas", "grad_clip_norm", "lr_schedule", "warmup_steps"}
-
-
 def test_config_file_builds_the_head():
     path = Path(__file__).parents[1] / "conf" / "head" / "fast_tokens.yaml"
     config = yaml.safe_load(path.read_text())
-    assert config.keys() >= OPTIMIZER_KEYS
+    assert config.keys() >= set(OPTIMIZER_KEYS)
     assert config["_target_"] == "models.heads.fast_tokens.FastTokensHead"
-    arguments = {key: value for key, value in config.items() if key not in OPTIMIZER_KEYS | {"_target_"}}
+    arguments = {key: value for key, value in config.items() if key not in {*OPTIMIZER_KEYS, "_target_"}}
     FastTokensHead(example_spec(SCHEMA), SCHEMA, **arguments)

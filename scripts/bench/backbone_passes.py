@@ -53,7 +53,6 @@ TENANTS = {"sft": "toy_sft", "ppo": "toy"}
 def main(arguments: list[str] | None = None) -> int:
     options = _options(arguments)
     device = prepare(options)
-    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     backbone = load_backbone(options.backbone, device, options.dtype)
     cases = [(task, mode) for task in TENANTS for mode in ("reuse", "serial")]
     results = []
@@ -231,4 +230,5 @@ def _figure(results: list[dict[str, Any]]) -> Figure:
 
 
 if __name__ == "__main__":
+    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     raise SystemExit(main())

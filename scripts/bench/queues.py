@@ -21,8 +21,10 @@ import argparse
 import math
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -74,6 +76,8 @@ def _options(arguments: list[str] | None) -> argparse.Namespace:
     out.add_argument("--folder", help="where the journal is written (default: the system's temporary folder)")
     out.add_argument("--seconds", type=float, help="of timing in all, at least 3 rounds each (default: 90; quick: 20)")
     options = out.parse_args(arguments)
+    # a copy by several threads stalls whenever one of them finds its core taken, and then flatters the queue
+    options.threads = options.threads or 1
     options.tenants = options.tenants or ([8, 64] if options.quick else [8, 1, 64, 256])
     options.jobs = options.jobs or (8 if options.quick else 16)
     options.megabytes = options.megabytes or [1.0, 5.0, 20.0]
@@ -85,7 +89,7 @@ def _options(arguments: list[str] | None) -> argparse.Namespace:
 
 
 def live(scheduler: Scheduler, tenants: int, jobs: int) -> int:
-    """Register the tenants, train ``jobs`` jobs of each; returns the transitions that were made."""
+    """Tenants come, train ``jobs`` jobs each, and leave; returns the transitions that their jobs made."""
     tasks = {f"tenant_{i}": "sft" if i % 2 == 0 else "rl" for i in range(tenants)}
     for name, task in tasks.items():
         bound = IN_FLIGHT[task]
@@ -104,6 +108,8 @@ def live(scheduler: Scheduler, tenants: int, jobs: int) -> int:
             scheduler.complete(job.job_id, lease_id=job.lease_id, policy_version=versions[job.tenant_id])
     ended = scheduler.history
     assert len(ended) == made == tenants * jobs and all(job.state == JobState.COMPLETED for job in ended)
+    for name in tasks:
+        scheduler.unregister(name)
     return sum(len(job.timestamps) for job in ended)  # no state is entered twice here
 
 
@@ -116,16 +122,18 @@ def produce(scheduler: Scheduler, job: Job) -> None:
     scheduler.mark(job.job_id, JobState.READY)
 
 
-def with_scheduler(act: Callable[[Scheduler], int], jobs: int, journal: Path | None, **arguments: Any) -> int:
-    """``act`` on a fresh scheduler that remembers all its ``jobs``, on a fresh journal where a path is given."""
-    if journal is None:
-        return act(Scheduler(history=jobs, **arguments))
-    journal.unlink(missing_ok=True)
-    opened = Journal(journal)
+@contextmanager
+def both(folder: Path, history: int, **arguments: Any) -> Iterator[dict[str, Scheduler]]:
+    """A scheduler in memory and one on a fresh journal; both live through all rounds, as in a run."""
+    journal = Journal(folder / "jobs.sqlite")
     try:
-        return act(Scheduler(history=jobs, journal=opened, **arguments))
+        yield {
+            "memory": Scheduler(history=history, **arguments),
+            "journal": Scheduler(history=history, journal=journal, **arguments),
+        }
     finally:
-        opened.close()
+        journal.close()
+        (folder / "jobs.sqlite").unlink()
 
 
 def measure_transitions(
@@ -134,14 +142,11 @@ def measure_transitions(
     """Transitions per second in memory and journalled, timed in turn."""
     counted: dict[str, int] = {}
 
-    def run(name: str, journal: Path | None) -> None:
-        counted[name] = with_scheduler(lambda s: live(s, tenants, jobs), tenants * jobs, journal)
+    def run(name: str, scheduler: Scheduler) -> None:
+        counted[name] = live(scheduler, tenants, jobs)
 
-    times = interleave(
-        {"memory": lambda: run("memory", None), "journal": lambda: run("journal", folder / "jobs.sqlite")},
-        device,
-        seconds,
-    )
+    with both(folder, history=tenants * jobs) as schedulers:
+        times = interleave({name: partial(run, name, s) for name, s in schedulers.items()}, device, seconds)
     rates = {name: Spread.of([counted[name] / s for s in values]) for name, values in times.items()}
     return {"tenants": tenants, "jobs": tenants * jobs, "transitions": counted["memory"], **rates}
 
@@ -223,27 +228,25 @@ def measure_job(
     megabytes: float, jobs: int, folder: Path, device: torch.device, seconds: float
 ) -> dict[str, int | Spread]:
     """Microseconds per job through both planes, one tenant of each task, in memory and journalled."""
-    td = partition_of(megabytes, device)
+    td, queue = partition_of(megabytes, device), TrainingQueue()
+    version = count()
 
-    def run(task: str, journal: Path | None) -> None:
-        queue = TrainingQueue()
-
-        def act(scheduler: Scheduler) -> int:
-            scheduler.register("tenant_0", task, max_in_flight=1)
-            return sum(whole_job(scheduler, queue, td, version) for version in range(jobs))
-
-        done = with_scheduler(act, jobs, journal, on_terminal=lambda job: queue.clear(job.partition_id))
+    def run(task: str, scheduler: Scheduler) -> None:
+        done = sum(whole_job(scheduler, queue, task, td, next(version)) for _ in range(jobs))
         assert done == jobs and not queue.partitions()
 
-    ways = {"memory": None, "journal": folder / "jobs.sqlite"}
-    functions = {f"{task}_{way}": partial(run, task, path) for task in IN_FLIGHT for way, path in ways.items()}
-    times = interleave(functions, device, seconds)
+    with both(folder, history=jobs, on_terminal=lambda job: queue.clear(job.partition_id)) as schedulers:
+        for scheduler in schedulers.values():
+            for task in IN_FLIGHT:
+                scheduler.register(task, task, max_in_flight=1)
+        functions = {f"{t}_{name}": partial(run, t, s) for t in IN_FLIGHT for name, s in schedulers.items()}
+        times = interleave(functions, device, seconds)
     return {"jobs": jobs, **{f"{name}_us": Spread.of(v).scaled(1e6 / jobs) for name, v in times.items()}}
 
 
-def whole_job(scheduler: Scheduler, queue: TrainingQueue, td: TensorDict, version: int) -> int:
+def whole_job(scheduler: Scheduler, queue: TrainingQueue, tenant: str, td: TensorDict, version: int) -> int:
     """One job as the product does it: producer, advantage stage, actor. The partition is cleared when it ends."""
-    job = scheduler.reserve("tenant_0", ROWS, behavior_policy_version=version, metadata={"cursor": version})
+    job = scheduler.reserve(tenant, ROWS, behavior_policy_version=version, metadata={"cursor": version})
     assert job is not None
     queue.put(job.partition_id, td, tenant_id=job.tenant_id)
     columns = FIELDS

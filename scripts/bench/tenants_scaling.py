@@ -64,8 +64,6 @@ from scripts.bench.common import (
 def main(arguments: list[str] | None = None) -> int:
     options = _options(arguments)
     device = prepare(options)
-    for name in ("lightning.pytorch", "nexus_lightning"):
-        logging.getLogger(name).setLevel(logging.ERROR)
     backbone = load_backbone(options.backbone, device, options.dtype)
     schema = TenantSchema(
         cameras=("base_camera",), image_size=options.image_size, state_dim=8, action_dim=7, chunk=8, execute=8
@@ -353,4 +351,6 @@ def _figure(results: list[dict[str, Any]], per_tenant: dict[str, float]) -> Figu
 
 
 if __name__ == "__main__":
+    for name in ("lightning.pytorch", "nexus_lightning"):
+        logging.getLogger(name).setLevel(logging.ERROR)
     raise SystemExit(main())
