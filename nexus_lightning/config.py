@@ -152,6 +152,7 @@ class AlgorithmConfig:
     discount_per: str = "chunk"  # chunk: every decision | step: every environment step that the decision took
     group_size: int | None = None  # grpo: simulators that start from the same initial state
     gae_lambda: float = 0.95
+    bootstrap_truncated: bool = True  # false: reaching the horizon is a failure (value 0), not a cut
     clip_epsilon: float = 0.2
     entropy_coef: float = 0.0
     critic_coef: float = 0.5
@@ -683,6 +684,8 @@ def _rl_problems(key: str, tenant: TenantConfig) -> list[str]:
         problems.append(f"{key}.algorithm.epochs={algorithm.epochs}: reinforce uses each rollout once; set it to 1")
     if algorithm.name == "reinforce" and algorithm.entropy_coef:
         problems.append(f"{key}.algorithm.entropy_coef={algorithm.entropy_coef}: reinforce has none; set it to 0")
+    if algorithm.name == "grpo" and not algorithm.bootstrap_truncated:
+        problems.append(f"{key}.algorithm.bootstrap_truncated=false: grpo has no critic; leave it true")
     if algorithm.name == "grpo" and algorithm.value_warmup_jobs:
         problems.append(f"{key}.algorithm.value_warmup_jobs={algorithm.value_warmup_jobs}: grpo has no critic; set 0")
     for name in ("chunks_per_job", "epochs", "minibatch_size"):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import lightning as L
 import torch
@@ -13,9 +13,10 @@ from lightning.pytorch.core.optimizer import LightningOptimizer
 from tensordict import TensorDict
 from torch import Tensor, nn
 
-from nexus_lightning.backbone import Backbone, VLAFeature
+from nexus_lightning.backbone import Backbone
 from nexus_lightning.checkpoint import read_payload
 from nexus_lightning.features.grouping import EncodeRequest, EncodeStats, encode_together
+from nexus_lightning.features.reuse import full_precision
 from nexus_lightning.objectives import AWRObjective, PolicyGradientObjective, SFTObjective
 from nexus_lightning.schema import TenantSchema
 from nexus_lightning.tenant import TenantSlot
@@ -149,7 +150,7 @@ class MultiTenantModule(L.LightningModule):
         slot = update.slot
         optimizer = self._lightning_optimizer(slot)
         with slot.rng.scope():
-            losses = self.objectives[slot.name].loss(_full_precision(batch), slot.jobs_completed)
+            losses = self.objectives[slot.name].loss(full_precision(batch), slot.jobs_completed)
             loss = losses["loss"]
             if not bool(torch.isfinite(loss.detach()).all()):
                 where = f"tenant {slot.name!r}, optimizer step {slot.optimizer_steps}"
@@ -259,11 +260,3 @@ def build_objective(slot: TenantSlot) -> SFTObjective | PolicyGradientObjective 
         return SFTObjective(slot.head, slot.normalizer, config.dataset.batch_size)
     assert config.algorithm is not None
     return AWRObjective(slot.head, slot.normalizer, config.algorithm, config.dataset.batch_size)
-
-
-def _full_precision(batch: TensorDict) -> TensorDict:
-    """Features are stored compactly or in the backbone's dtype; heads see float32."""
-    features = cast(VLAFeature, batch.get("features"))
-    batch = batch.copy()
-    batch["features"] = features.for_head()
-    return batch

@@ -27,6 +27,18 @@ from nexus_lightning.schema import NormalizationStats, Normalizer, TenantSchema
 _registrations = itertools.count()
 
 
+class TenantAdamW(torch.optim.AdamW):
+    """AdamW (Loshchilov and Hutter 2019) that asks for an accelerator only where its parameters are on one.
+
+    Before every step torch looks for a CUDA or XPU device, to warn about graph capture. On a machine without one the
+    search costs 0.6 ms, a tenth of a small head's whole step.
+    """
+
+    def _accelerator_graph_capture_health_check(self) -> None:
+        if self.param_groups[0]["params"][0].device.type != "cpu":
+            super()._accelerator_graph_capture_health_check()
+
+
 @dataclass(frozen=True)
 class TenantSpec:
     """A validated tenant, compiled: what to build, from which seed."""
@@ -120,7 +132,7 @@ class TenantSlot:
         groups = [{"params": policy, "lr": lr}]
         if critic:
             groups.append({"params": critic, "lr": float(settings.get("value_lr") or lr)})
-        self.optimizer = torch.optim.AdamW(
+        self.optimizer = TenantAdamW(
             groups,
             betas=tuple(settings.get("betas", (0.9, 0.999))),
             weight_decay=float(settings.get("weight_decay", 0.0)),

@@ -32,7 +32,15 @@ from nexus_lightning.config import (
 )
 from nexus_lightning.demonstrations import record_demonstrations
 from nexus_lightning.loop import LeaseStream, MultiTenantFitLoop
-from nexus_lightning.memory import Admission, estimate, estimate_table, free_bytes, gigabytes, head_memory
+from nexus_lightning.memory import (
+    Admission,
+    estimate,
+    estimate_table,
+    free_bytes,
+    gigabytes,
+    head_memory,
+    keep_freed_memory,
+)
 from nexus_lightning.module import MultiTenantModule
 from nexus_lightning.monitoring.banner import banner
 from nexus_lightning.monitoring.loggers import close_loggers, logger_problems, make_loggers
@@ -178,6 +186,7 @@ def train(config: NexusConfig, backbone: Backbone | None = None, link_latest: bo
     run_dir, ckpt_path = resolve_run(config)
     if config.placement.torch_threads is not None:
         torch.set_num_threads(config.placement.torch_threads)
+    keep_freed_memory()
     run_dir.mkdir(parents=True, exist_ok=True)
     (run_dir / LAST_CHECKPOINT).parent.mkdir(exist_ok=True)
     if link_latest:
@@ -434,7 +443,7 @@ def _summary(runtime: Runtime, module: MultiTenantModule) -> dict[str, Any]:
             jobs[state] = jobs.get(state, 0) + count
     summary = {
         "tenants": tenants,
-        "backbone_unchanged": module.backbone.fingerprint == runtime.fingerprint,
+        "backbone_unchanged": module.backbone.compute_fingerprint() == runtime.fingerprint,
         "jobs_by_state": jobs,
         "utilisation": runtime.events.utilisation(),
         "interrupted": runtime.interrupted,

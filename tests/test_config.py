@@ -6,6 +6,7 @@ import re
 from dataclasses import replace
 
 import pytest
+from conftest import ROOT
 from example_head import LinearChunkHead
 from hydra.errors import ConfigCompositionException
 
@@ -44,6 +45,13 @@ def test_an_experiment_sets_tenants(compose):
     assert config.tenants["toy_a"].schema == config.tenants["toy_b"].schema
     assert config.tenants["toy_b"].head["lr"] == 1e-3
     validate(config)
+
+
+@pytest.mark.parametrize("name", sorted(p.stem for p in (ROOT / "conf" / "experiment").glob("*.yaml")))
+def test_every_shipped_experiment_is_valid(compose, name):
+    config = compose(f"experiment={name}")
+    validate(config)
+    assert config.tenants
 
 
 def test_a_second_copy_under_another_name(compose):

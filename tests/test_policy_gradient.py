@@ -19,6 +19,7 @@ from nexus_lightning.objectives.policy_gradient import (
     reduce_chunk,
     unit_mask,
 )
+from nexus_lightning.producers.rollouts import next_values
 from nexus_lightning.schema import Normalizer, TenantSchema
 
 SCHEMA = TenantSchema(state_dim=3, action_dim=2, chunk=3, execute=3, gripper="none", state_normalization="identity")
@@ -64,6 +65,22 @@ def rollout(rewards, values, next_values, done, terminated):
         },
         [1, steps],
     )
+
+
+def test_the_state_after_a_decision_is_worth_what_the_episode_still_holds():
+    """Row 0 terminates at 1 and is cut by the rollout's end at 3; row 1 is truncated at 1 and terminates at 3."""
+    done = torch.tensor([[0, 1, 0, 0], [0, 1, 0, 1]], dtype=torch.bool).unsqueeze(-1)
+    terminated = torch.tensor([[0, 1, 0, 0], [0, 0, 0, 1]], dtype=torch.bool).unsqueeze(-1)
+    estimates = torch.arange(1.0, 9.0).view(2, 4, 1)
+    rollout = TensorDict({"state_value": estimates, "next": {"done": done, "terminated": terminated}}, [2, 4])
+
+    def critic(states: TensorDict) -> torch.Tensor:
+        return torch.full((len(states), 1), 50.0)
+
+    values, asked = next_values(rollout, critic)
+    assert values.squeeze(-1).tolist() == [[2, 0, 4, 50], [6, 50, 8, 0]] and asked == 2
+    values, asked = next_values(rollout, critic, bootstrap_truncated=False)
+    assert values.squeeze(-1).tolist() == [[2, 0, 4, 50], [6, 0, 8, 0]] and asked == 1
 
 
 def test_gae_stops_at_done_and_bootstraps_only_where_truncated():

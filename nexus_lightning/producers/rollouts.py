@@ -135,27 +135,41 @@ class RolloutProducer(Producer):
             return
         rollout = rollout.copy()
         if self.algorithm.name != "grpo":
-            rollout["next", "state_value"] = self._next_values(rollout)
+            values, asked = next_values(rollout, self.policy.value, self.algorithm.bootstrap_truncated)
+            rollout["next", "state_value"] = values
+            self.passes.add(observed=asked, encoded=asked)
         meta = self.queue.get_meta([EXECUTED], staged.sample_count, staged.partition_id, "advantages")
         assert meta is not None
         self.queue.put(compute_advantages(rollout, self.algorithm).flatten(), metadata=meta)
         self.queue.ack(meta)
         self.scheduler.mark(staged.job_id, JobState.READY)
 
-    def _next_values(self, rollout: TensorDict) -> torch.Tensor:
-        """Critic of the state after each decision ``[N, L, 1]``: 0 where terminated, asked for where it was cut."""
-        following = cast(TensorDict, rollout["next"])
-        values = torch.zeros_like(rollout["state_value"])
-        values[:, :-1] = rollout["state_value"][:, 1:]
-        terminated, done = following["terminated"].squeeze(-1), following["done"].squeeze(-1)
-        cut = done & ~terminated
-        cut[:, -1] = ~terminated[:, -1]
-        values[terminated] = 0.0
-        if bool(cut.any()):
-            values[cut] = self.policy.value(following[cut])
-            count = int(cut.sum())
-            self.passes.add(observed=count, encoded=count)
-        return values
+
+def next_values(
+    rollout: TensorDict, value: Callable[[TensorDict], torch.Tensor], bootstrap_truncated: bool = True
+) -> tuple[torch.Tensor, int]:
+    """Critic of the state after each decision.
+
+    Args:
+        rollout: ``[N, L]`` with ``state_value`` ``[N, L, 1]`` and the states after it under ``next``.
+        value: the critic, asked only for states that no decision of the rollout was taken in.
+        bootstrap_truncated: False: the horizon ends an episode as a failure does.
+
+    Returns:
+        ``[N, L, 1]``, 0 where the episode ended; and for how many states ``value`` was asked.
+    """
+    following = cast(TensorDict, rollout["next"])
+    done = following["done"].squeeze(-1)
+    ended = following["terminated"].squeeze(-1) if bootstrap_truncated else done
+    values = torch.zeros_like(rollout["state_value"])
+    values[:, :-1] = rollout["state_value"][:, 1:]
+    values[ended] = 0.0
+    cut = done & ~ended
+    cut[:, -1] = ~ended[:, -1]
+    count = int(cut.sum())
+    if count:
+        values[cut] = value(following[cut])
+    return values, count
 
 
 def to_partition(rollout: TensorDict) -> TensorDict:
