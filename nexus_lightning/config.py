@@ -23,6 +23,7 @@ from hydra.core.config_store import ConfigStore
 from hydra.utils import get_class
 from omegaconf import MISSING, DictConfig, OmegaConf
 
+from nexus_lightning.backbone import Backbone
 from nexus_lightning.conventions import DatasetConventions, DatasetConverter
 from nexus_lightning.demonstrations import RECORD_FILE, describe_recording
 from nexus_lightning.head import ActionHead, choose_kind
@@ -400,8 +401,7 @@ def validate(config: NexusConfig) -> None:
         other = lowered.setdefault(name.lower(), name)
         if other != name:
             problems.append(f"tenants.{name}: differs from tenants.{other} only in case; choose another name")
-        problems += _tenant_problems(f"tenants.{name}", name, tenant, config)
-        problems += _kind_problems(f"tenants.{name}", tenant, backbone)
+        problems += _tenant_problems(f"tenants.{name}", name, tenant, config, backbone)
     if config.placement.precision not in ("32-true", "bf16-true", "bf16-mixed", "64-true"):
         problems.append(
             f"placement.precision={config.placement.precision}: use 32-true, bf16-true, bf16-mixed or 64-true "
@@ -434,7 +434,7 @@ def validate(config: NexusConfig) -> None:
         raise ConfigError(problems)
 
 
-def _tenant_problems(key: str, name: str, tenant: TenantConfig, config: NexusConfig) -> list[str]:
+def _tenant_problems(key: str, name: str, tenant: TenantConfig, config: NexusConfig, backbone: Any) -> list[str]:
     problems: list[str] = []
     if not TENANT_NAME.match(name):
         problems.append(f"{key}: name must start with a letter and hold only letters, digits, _ and - (64 at most)")
@@ -442,7 +442,7 @@ def _tenant_problems(key: str, name: str, tenant: TenantConfig, config: NexusCon
         problems.append(f"{key}.task={tenant.task}: choose one of {', '.join(TASKS)}")
     schema = schema_of(tenant.schema)
     problems += [f"{key}.schema.{p}" for p in schema.problems()]
-    problems += _head_problems(key, tenant)
+    problems += _head_problems(key, tenant, backbone)
     for field_name in ("max_in_flight",):
         if getattr(tenant, field_name) < 1:
             problems.append(f"{key}.{field_name}={getattr(tenant, field_name)}: must be at least 1")
@@ -465,11 +465,11 @@ def _tenant_problems(key: str, name: str, tenant: TenantConfig, config: NexusCon
     if tenant.eval.every_n_jobs is not None and tenant.eval.every_n_jobs < 1:
         problems.append(f"{key}.eval.every_n_jobs={tenant.eval.every_n_jobs}: must be at least 1, or null")
     if tenant.init_from.given:
-        problems += _init_problems(key, tenant, config)
+        problems += _init_problems(key, tenant, config, backbone)
     return problems
 
 
-def _head_problems(key: str, tenant: TenantConfig) -> list[str]:
+def _head_problems(key: str, tenant: TenantConfig, backbone: Any) -> list[str]:
     problems: list[str] = []
     if not isinstance(tenant.head, dict):
         return [f"{key}.head={tenant.head!r}: must be a mapping with `_target_`"]
@@ -498,17 +498,15 @@ def _head_problems(key: str, tenant: TenantConfig) -> list[str]:
     elif isinstance(cls, type) and issubclass(cls, ActionHead) and tenant.task == "rl":
         if reason := cls.rl_problem(split_head(tenant.head)[1]):
             problems.append(f"{key}.head={cls.__name__}: cannot train by rl: {reason}")
+    if isinstance(cls, type) and not issubclass(cls, ActionHead):
+        problems.append(f"{key}.head={cls.__name__}: is not an ActionHead; subclass nexus_lightning.head.ActionHead")
+    elif isinstance(cls, type) and isinstance(backbone, type) and issubclass(backbone, Backbone):
+        problems += _kind_problems(key, tenant, cls, backbone)
     return problems
 
 
-def _kind_problems(key: str, tenant: TenantConfig, backbone: Any) -> list[str]:
+def _kind_problems(key: str, tenant: TenantConfig, head: type[ActionHead], backbone: type[Backbone]) -> list[str]:
     """Head and backbone must share a feature kind (class attributes: nothing is built)."""
-    try:
-        head: Any = get_class(tenant.head["_target_"])
-    except Exception:
-        return []  # reported with the head
-    if not hasattr(head, "reads") or not hasattr(backbone, "kinds"):
-        return []
     wanted = tenant.head.get("kind")
     if head.backbones and backbone.__name__ not in head.backbones:
         return [
@@ -715,14 +713,14 @@ def _group_problems(
     return problems
 
 
-def _init_problems(key: str, tenant: TenantConfig, config: NexusConfig) -> list[str]:
+def _init_problems(key: str, tenant: TenantConfig, config: NexusConfig, backbone: Any) -> list[str]:
     init = tenant.init_from
     if init.recipe is None:
         if init.path is not None and not Path(init.path).is_dir():
             return [f"{key}.init_from.path={init.path}: no such payload folder"]
         return []
     recipe = tenant_from_dict(init.recipe, f"{key}.init_from.recipe")
-    problems = _tenant_problems(f"{key}.init_from.recipe", "recipe", recipe, config)
+    problems = _tenant_problems(f"{key}.init_from.recipe", "recipe", recipe, config, backbone)
     if recipe.task != "sft":
         problems.append(f"{key}.init_from.recipe.task={recipe.task}: a starting payload is trained by sft")
     if recipe.target_jobs is None:

@@ -180,6 +180,14 @@ def test_head_and_backbone_must_share_a_feature_kind(compose):
     assert "choose another head or backbone" in text
 
 
+def test_a_recipe_is_held_to_the_backbone_too_and_a_head_must_be_one(compose):
+    config = compose("+tenants=[maniskill]", "tenants.maniskill.init_from.recipe.head.kind=kv")
+    assert "tenants.maniskill.init_from.recipe.head on backbone EffNetMiniLM: kind='kv'" in problems(config)
+    config = compose("+tenants=[toy_sft]")
+    config.tenants["toy_sft"].head = {"_target_": "torch.nn.Identity", "lr": 1e-3}
+    assert "tenants.toy_sft.head=Identity: is not an ActionHead" in problems(config)
+
+
 class KVHead(LinearChunkHead):
     reads = ("kv",)
 

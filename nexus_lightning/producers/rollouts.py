@@ -100,6 +100,8 @@ class RolloutProducer(Producer):
                 except Exception as error:
                     self.scheduler.fail(job.job_id, f"{type(error).__name__}: {error}")
                     raise
+                finally:
+                    self.policy.rest()  # what comes next may be a wait for the actor
             finally:
                 self.served.unpin(self.tenant, version)
             index += 1
