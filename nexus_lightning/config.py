@@ -44,7 +44,7 @@ OPTIMIZER_KEYS = (
 )
 LR_SCHEDULES = ("constant", "cosine")
 ALGORITHM_CHOICES = {
-    "name": ("ppo", "grpo", "reinforce", "awr"),
+    "name": ("ppo", "grpo", "reinforce", "awr", "iql"),
     "discount_per": ("chunk", "step"),
     "log_prob_level": ("chunk", "action", "token"),
     "log_prob": ("sum", "mean"),
@@ -145,11 +145,11 @@ class FeaturesConfig:
 class AlgorithmConfig:
     """How a tenant of task rl or offline_rl learns; see nexus_lightning/objectives."""
 
-    name: str = "ppo"  # rl: ppo | grpo | reinforce; offline_rl: awr
+    name: str = "ppo"  # rl: ppo | grpo | reinforce; offline_rl: awr | iql
     chunks_per_job: int | None = None  # rl: policy decisions per simulator and training job
     epochs: int = 4
     minibatch_size: int = 64
-    gamma: float = 0.99  # per `discount_per`
+    gamma: float = 0.99  # rl: per `discount_per`; offline_rl: per environment step
     discount_per: str = "chunk"  # chunk: every decision | step: every environment step that the decision took
     group_size: int | None = None  # grpo: simulators that start from the same initial state
     gae_lambda: float = 0.95
@@ -157,8 +157,9 @@ class AlgorithmConfig:
     entropy_coef: float = 0.0
     critic_coef: float = 0.5
     value_warmup_jobs: int = 0  # train only the critic for this many jobs
-    temperature: float = 0.1  # awr: of the advantage weights, in units of the return
-    expectile: float = 0.5  # awr: of the critic; 0.5 is the mean
+    temperature: float = 0.1  # offline_rl: of the advantage weights, in units of the return (IQL's beta is its inverse)
+    expectile: float | None = None  # offline_rl: of the critic; 0.5 is the mean. null: awr 0.5, iql 0.8
+    target_rate: float = 0.01  # iql: share of the new weights in the slow Q networks, after every optimizer step
     log_prob_level: str = "chunk"  # what has a likelihood ratio of its own: chunk | action | token (one dim)
     log_prob: str = "sum"  # over the elements of such a unit: sum | mean
 
@@ -498,6 +499,9 @@ def _head_problems(key: str, tenant: TenantConfig, backbone: Any) -> list[str]:
     elif isinstance(cls, type) and issubclass(cls, ActionHead) and tenant.task == "rl":
         if reason := cls.rl_problem(split_head(tenant.head)[1]):
             problems.append(f"{key}.head={cls.__name__}: cannot train by rl: {reason}")
+    iql = tenant.task == "offline_rl" and tenant.algorithm is not None and tenant.algorithm.name == "iql"
+    if iql and isinstance(cls, type) and issubclass(cls, ActionHead) and cls.q_network is ActionHead.q_network:
+        problems.append(f"{key}.head={cls.__name__}: has no q_network, which iql needs; use another head, or awr")
     if isinstance(cls, type) and not issubclass(cls, ActionHead):
         problems.append(f"{key}.head={cls.__name__}: is not an ActionHead; subclass nexus_lightning.head.ActionHead")
     elif isinstance(cls, type) and isinstance(backbone, type) and issubclass(backbone, Backbone):
@@ -568,6 +572,8 @@ def _sft_problems(key: str, tenant: TenantConfig, schema: TenantSchema, config: 
         problems.append(f"{key}.dataset: package lerobot is missing; pip install 'lerobot[dataset]>=0.6.1,<0.7'")
     if tenant.task == "offline_rl":
         problems += _offline_problems(key, tenant.algorithm)
+        if tenant.algorithm is not None and tenant.algorithm.name == "iql" and tenant.features.reuse == "never":
+            problems.append(f"{key}.features.reuse=never: iql reads the features of two observations; set it to auto")
     elif tenant.algorithm is not None:
         problems.append(f"{key}.algorithm: task sft has none; remove it or set {key}.task=rl")
     for name in ("batch_size", "batches_per_job"):
@@ -601,14 +607,16 @@ def _sft_problems(key: str, tenant: TenantConfig, schema: TenantSchema, config: 
 
 
 def _offline_problems(key: str, algorithm: AlgorithmConfig | None) -> list[str]:
-    if algorithm is None or algorithm.name != "awr":
+    if algorithm is None or algorithm.name not in ("awr", "iql"):
         given = None if algorithm is None else algorithm.name
-        return [f"{key}.algorithm.name={given}: task offline_rl needs awr"]
+        return [f"{key}.algorithm.name={given}: task offline_rl needs awr or iql"]
     problems = []
     if algorithm.temperature <= 0:
         problems.append(f"{key}.algorithm.temperature={algorithm.temperature}: must be positive")
-    if not 0 < algorithm.expectile < 1:
+    if algorithm.expectile is not None and not 0 < algorithm.expectile < 1:
         problems.append(f"{key}.algorithm.expectile={algorithm.expectile}: must lie between 0 and 1")
+    if not 0 < algorithm.target_rate <= 1:
+        problems.append(f"{key}.algorithm.target_rate={algorithm.target_rate}: must lie in (0, 1]")
     if not 0 <= algorithm.gamma <= 1:
         problems.append(f"{key}.algorithm.gamma={algorithm.gamma}: must lie in [0, 1]")
     return problems
@@ -672,8 +680,9 @@ def _rl_problems(key: str, tenant: TenantConfig) -> list[str]:
     for name, choices in ALGORITHM_CHOICES.items():
         if getattr(algorithm, name) not in choices:
             problems.append(f"{key}.algorithm.{name}={getattr(algorithm, name)}: choose one of {', '.join(choices)}")
-    if algorithm.name == "awr":
-        problems.append(f"{key}.algorithm.name=awr: learns from a dataset; set {key}.task=offline_rl, or choose ppo")
+    if algorithm.name in ("awr", "iql"):
+        where = f"{key}.algorithm.name={algorithm.name}"
+        problems.append(f"{where}: learns from a dataset; set {key}.task=offline_rl, or choose ppo")
     if algorithm.chunks_per_job is None:
         return [*problems, f"{key}.algorithm.chunks_per_job: a value is required"]
     problems += _group_problems(key, algorithm, tenant.environment, tenant.schema.execute)

@@ -16,7 +16,14 @@ from torch import Tensor, nn
 from nexus_lightning.backbone import Backbone, VLAFeature
 from nexus_lightning.checkpoint import read_payload
 from nexus_lightning.features.grouping import EncodeRequest, EncodeStats, encode_together
-from nexus_lightning.objectives import AWRObjective, PolicyGradientObjective, SFTObjective
+from nexus_lightning.objectives import (
+    AWRObjective,
+    IQLObjective,
+    Objective,
+    PolicyGradientObjective,
+    SFTObjective,
+    objective_class,
+)
 from nexus_lightning.schema import TenantSchema
 from nexus_lightning.tenant import TenantSlot
 
@@ -68,6 +75,7 @@ class MultiTenantModule(L.LightningModule):
         self.slots = slots
         self.heads = nn.ModuleDict({name: slot.head for name, slot in slots.items()})
         self.normalizers = nn.ModuleDict({name: slot.normalizer for name, slot in slots.items()})
+        self.critics = nn.ModuleDict({name: slot.critic for name, slot in slots.items() if slot.critic is not None})
         self.objectives = {name: build_objective(slot) for name, slot in slots.items()}
         self.runtime: Runtime | None = None  # set by the trainer
         self.encode_stats = EncodeStats()  # what the actor encoded (the reader and the server count their own)
@@ -163,6 +171,8 @@ class MultiTenantModule(L.LightningModule):
         slot.scheduler.step()
         if slot.ema is not None:
             slot.ema.update_parameters(slot.head)
+        if slot.critic is not None:
+            slot.critic.update_slow()
         slot.optimizer_steps += 1
         update.history.append({k: v.detach() for k, v in losses.items()})
 
@@ -249,16 +259,20 @@ class MultiTenantModule(L.LightningModule):
         self.runtime.restore(saved)
 
 
-def build_objective(slot: TenantSlot) -> SFTObjective | PolicyGradientObjective | AWRObjective:
-    config = slot.spec.config
-    if config.task == "rl":
+def build_objective(slot: TenantSlot) -> Objective:
+    config, parts = slot.spec.config, (slot.head, slot.normalizer)
+    kind = objective_class(config)
+    if kind is PolicyGradientObjective:
         assert config.algorithm is not None
-        return PolicyGradientObjective(slot.head, slot.normalizer, config.algorithm)
+        return PolicyGradientObjective(*parts, config.algorithm)
     assert config.dataset is not None
-    if config.task == "sft":
-        return SFTObjective(slot.head, slot.normalizer, config.dataset.batch_size)
+    if kind is SFTObjective:
+        return SFTObjective(*parts, config.dataset.batch_size)
     assert config.algorithm is not None
-    return AWRObjective(slot.head, slot.normalizer, config.algorithm, config.dataset.batch_size)
+    if kind is AWRObjective:
+        return AWRObjective(*parts, config.algorithm, config.dataset.batch_size)
+    assert slot.critic is not None
+    return IQLObjective(slot.head, slot.critic, slot.normalizer, config.algorithm, config.dataset.batch_size)
 
 
 def _full_precision(batch: TensorDict) -> TensorDict:

@@ -19,7 +19,7 @@ from nexus_lightning.features.store import FeatureStore
 from nexus_lightning.loop import Lease
 from nexus_lightning.monitoring.events import EventLog
 from nexus_lightning.monitoring.progress import RunStatus, TenantStatus
-from nexus_lightning.objectives import AWRObjective, PolicyGradientObjective, SFTObjective
+from nexus_lightning.objectives import objective_class
 from nexus_lightning.producers.base import Producer
 from nexus_lightning.producers.demonstrations import DemonstrationProducer, DemonstrationReader, open_dataset
 from nexus_lightning.producers.evaluation import EvalResult, EvaluationProducer, Evaluator, result_dict
@@ -31,13 +31,6 @@ from nexus_lightning.queues.training import TrainingQueue
 from nexus_lightning.tenant import TenantSlot, derive_seed
 
 log = logging.getLogger(__name__)
-
-#: Columns that the actor reads, by task.
-OBJECTIVE_FIELDS = {
-    "sft": SFTObjective.fields,
-    "rl": PolicyGradientObjective.fields,
-    "offline_rl": AWRObjective.fields,
-}
 
 
 class Runtime:
@@ -172,7 +165,7 @@ class Runtime:
             slot.head.feature_spec,
             None if config.features.reuse == "never" else self.store,
             self.passes[slot.name],
-            gamma=config.algorithm.gamma if config.algorithm is not None else None,
+            config.algorithm,
         )
         status = self.status.tenants[slot.name]
 
@@ -316,7 +309,7 @@ class Runtime:
 
     def read(self, job: Job) -> Lease | None:
         """The columns of a leased job that its objective reads (views, no copy); None when it was ended meanwhile."""
-        fields = OBJECTIVE_FIELDS[job.task_type]
+        fields = objective_class(self.slots[job.tenant_id].spec.config).fields
         fields += ("features", "state") if job.metadata["features"] else ("observation", "language_instruction")
         self.queue.release(job.partition_id, "train")  # rows that an expired lease had handed out
         try:

@@ -329,7 +329,7 @@ def build_slots(
             datasets[name] = open_dataset(tenant.dataset, spec.schema, dataset_root(tenant, config.data_dir))
             stats = dataset_stats(datasets[name], tenant.dataset, spec.schema)
         slot = build_slot(spec, backbone, *stats)
-        admission.admit(name, head_memory(slot.head, ema=slot.ema is not None).total_bytes)
+        admission.admit(name, head_memory(slot.head, slot.ema is not None, slot.critic).total_bytes)
         if name in payloads:
             load_start(slot, payloads[name], backbone)
         slots[name] = slot
@@ -363,7 +363,7 @@ def _banner(
     tenants = []
     for slot in slots.values():
         tenant = slot.spec.config
-        memory = head_memory(slot.head, ema=slot.ema is not None)
+        memory = head_memory(slot.head, slot.ema is not None, slot.critic)
         source = tenant.dataset.repo_id if tenant.dataset is not None else ""
         if tenant.task == "rl" and tenant.environment is not None:
             simulator = tenant.environment.simulator
