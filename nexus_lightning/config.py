@@ -138,7 +138,7 @@ class FeaturesConfig:
     """
 
     reuse: str = "auto"  # auto: rl when they fit the queue budget, sft always | always | never: encoded again
-    warm_up: bool = True  # sft: encode all frames before the first job; false: when they are first needed
+    warm_up: bool = True  # of a dataset: encode all frames before the first job; false: when they are first needed
 
 
 @dataclass
@@ -157,6 +157,7 @@ class AlgorithmConfig:
     entropy_coef: float = 0.0
     critic_coef: float = 0.5
     value_warmup_jobs: int = 0  # train only the critic for this many jobs
+    sft_weight: float | None = None  # rl: of the supervised loss on `dataset`, dataset.batch_size samples per minibatch
     temperature: float = 0.1  # offline_rl: of the advantage weights, in units of the return (IQL's beta is its inverse)
     expectile: float | None = None  # offline_rl: of the critic; 0.5 is the mean. null: awr 0.5, iql 0.8
     target_rate: float = 0.01  # iql: share of the new weights in the slow Q networks, after every optimizer step
@@ -456,7 +457,7 @@ def _tenant_problems(key: str, name: str, tenant: TenantConfig, config: NexusCon
     if tenant.task in ("sft", "offline_rl"):
         problems += _sft_problems(key, tenant, schema, config)
     if tenant.task == "rl":
-        problems += _rl_problems(key, tenant)
+        problems += _rl_problems(key, tenant, schema, config)
     if tenant.features.reuse not in FEATURE_REUSE:
         problems.append(f"{key}.features.reuse={tenant.features.reuse}: choose one of {', '.join(FEATURE_REUSE)}")
     if tenant.eval.episodes < 0:
@@ -487,9 +488,10 @@ def _head_problems(key: str, tenant: TenantConfig, backbone: Any) -> list[str]:
     schedule = tenant.head.get("lr_schedule", "constant")
     if schedule not in LR_SCHEDULES:
         problems.append(f"{key}.head.lr_schedule={schedule}: choose one of {', '.join(LR_SCHEDULES)}")
-    if schedule == "cosine" and (tenant.target_jobs is None or tenant.dataset is None):
+    if schedule == "cosine" and (tenant.target_jobs is None or tenant.dataset is None or tenant.task == "rl"):
         problems.append(
-            f"{key}.head.lr_schedule=cosine: needs a dataset and {key}.target_jobs, which say how many steps there are"
+            f"{key}.head.lr_schedule=cosine: needs {key}.target_jobs and jobs of a dataset, which say how many steps "
+            "there are; use constant"
         )
     if cls is not None and tenant.task != "sft" and not getattr(cls, "supports_rl", False):
         problems.append(
@@ -567,15 +569,23 @@ def _sft_problems(key: str, tenant: TenantConfig, schema: TenantSchema, config: 
     if tenant.dataset is None:
         return [f"{key}.dataset: task {tenant.task} needs a dataset"]
     problems = []
-    dataset = tenant.dataset
-    if importlib.util.find_spec("lerobot") is None:
-        problems.append(f"{key}.dataset: package lerobot is missing; pip install 'lerobot[dataset]>=0.6.1,<0.7'")
     if tenant.task == "offline_rl":
         problems += _offline_problems(key, tenant.algorithm)
         if tenant.algorithm is not None and tenant.algorithm.name == "iql" and tenant.features.reuse == "never":
             problems.append(f"{key}.features.reuse=never: iql reads the features of two observations; set it to auto")
     elif tenant.algorithm is not None:
         problems.append(f"{key}.algorithm: task sft has none; remove it or set {key}.task=rl")
+    if tenant.algorithm is not None and tenant.algorithm.sft_weight is not None:
+        problems.append(f"{key}.algorithm.sft_weight={tenant.algorithm.sft_weight}: only task rl mixes; remove it")
+    return problems + _data_problems(key, tenant, tenant.dataset, schema, config)
+
+
+def _data_problems(
+    key: str, tenant: TenantConfig, dataset: DatasetConfig, schema: TenantSchema, config: NexusConfig
+) -> list[str]:
+    problems = []
+    if importlib.util.find_spec("lerobot") is None:
+        problems.append(f"{key}.dataset: package lerobot is missing; pip install 'lerobot[dataset]>=0.6.1,<0.7'")
     for name in ("batch_size", "batches_per_job"):
         if getattr(dataset, name) < 1:
             problems.append(f"{key}.dataset.{name}={getattr(dataset, name)}: must be at least 1")
@@ -668,15 +678,25 @@ def _dataset_problems(key: str, tenant: TenantConfig, schema: TenantSchema, root
     return problems
 
 
-def _rl_problems(key: str, tenant: TenantConfig) -> list[str]:
+def _rl_problems(key: str, tenant: TenantConfig, schema: TenantSchema, config: NexusConfig) -> list[str]:
     problems = []
     if tenant.environment is None:
         problems.append(f"{key}.environment: task rl needs an environment")
-    if tenant.dataset is not None:
-        problems.append(f"{key}.dataset: task rl has none; start from demonstrations with {key}.init_from.recipe")
     algorithm = tenant.algorithm
     if algorithm is None:
         return [*problems, f"{key}.algorithm: task rl needs an algorithm"]
+    weight = algorithm.sft_weight
+    if tenant.dataset is not None and weight is None:
+        problems.append(
+            f"{key}.dataset: task rl reads it only with {key}.algorithm.sft_weight, for example 0.1; to start from "
+            f"demonstrations use {key}.init_from.recipe"
+        )
+    if weight is not None and tenant.dataset is None:
+        problems.append(f"{key}.algorithm.sft_weight={weight}: needs {key}.dataset, the demonstrations to mix in")
+    if weight is not None and weight <= 0:
+        problems.append(f"{key}.algorithm.sft_weight={weight}: must be positive, or null for no demonstrations")
+    if tenant.dataset is not None:
+        problems += _data_problems(key, tenant, tenant.dataset, schema, config)
     for name, choices in ALGORITHM_CHOICES.items():
         if getattr(algorithm, name) not in choices:
             problems.append(f"{key}.algorithm.{name}={getattr(algorithm, name)}: choose one of {', '.join(choices)}")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
 import lightning as L
@@ -18,11 +19,11 @@ from nexus_lightning.checkpoint import read_payload
 from nexus_lightning.features.grouping import EncodeRequest, EncodeStats, encode_together
 from nexus_lightning.objectives import (
     AWRObjective,
+    CoTrainingObjective,
     IQLObjective,
     Objective,
     PolicyGradientObjective,
     SFTObjective,
-    objective_class,
 )
 from nexus_lightning.schema import TenantSchema
 from nexus_lightning.tenant import TenantSlot
@@ -76,7 +77,9 @@ class MultiTenantModule(L.LightningModule):
         self.heads = nn.ModuleDict({name: slot.head for name, slot in slots.items()})
         self.normalizers = nn.ModuleDict({name: slot.normalizer for name, slot in slots.items()})
         self.critics = nn.ModuleDict({name: slot.critic for name, slot in slots.items() if slot.critic is not None})
-        self.objectives = {name: build_objective(slot) for name, slot in slots.items()}
+        self.objectives = {
+            name: build_objective(slot, partial(self._draw_demonstrations, slot)) for name, slot in slots.items()
+        }
         self.runtime: Runtime | None = None  # set by the trainer
         self.encode_stats = EncodeStats()  # what the actor encoded (the reader and the server count their own)
         self._restored: dict[str, Any] | None = None
@@ -204,6 +207,13 @@ class MultiTenantModule(L.LightningModule):
             encoded.append(rows)
         return encoded
 
+    def _draw_demonstrations(self, slot: TenantSlot, count: int) -> TensorDict:
+        """The next ``count`` demonstrations of an RL tenant that mixes them in."""
+        assert self.runtime is not None
+        batch = self.runtime.demonstrations[slot.name].read(slot.demonstrations_drawn, count)
+        slot.demonstrations_drawn += count
+        return _full_precision(batch.to(self.device))
+
     def _lightning_optimizer(self, slot: TenantSlot) -> LightningOptimizer:
         optimizers = self.optimizers()
         for optimizer in optimizers if isinstance(optimizers, list) else [optimizers]:
@@ -259,20 +269,24 @@ class MultiTenantModule(L.LightningModule):
         self.runtime.restore(saved)
 
 
-def build_objective(slot: TenantSlot) -> Objective:
-    config, parts = slot.spec.config, (slot.head, slot.normalizer)
-    kind = objective_class(config)
-    if kind is PolicyGradientObjective:
-        assert config.algorithm is not None
-        return PolicyGradientObjective(*parts, config.algorithm)
-    assert config.dataset is not None
-    if kind is SFTObjective:
-        return SFTObjective(*parts, config.dataset.batch_size)
-    assert config.algorithm is not None
-    if kind is AWRObjective:
-        return AWRObjective(*parts, config.algorithm, config.dataset.batch_size)
-    assert slot.critic is not None
-    return IQLObjective(slot.head, slot.critic, slot.normalizer, config.algorithm, config.dataset.batch_size)
+def build_objective(slot: TenantSlot, draw: Callable[[int], TensorDict]) -> Objective:
+    """What the tenant's jobs minimise; ``draw`` gives the demonstrations that an RL tenant mixes in."""
+    config, head, normalizer = slot.spec.config, slot.head, slot.normalizer
+    algorithm, dataset = config.algorithm, config.dataset
+    supervised = None if dataset is None else SFTObjective(head, normalizer, dataset.batch_size)
+    if config.task == "sft":
+        assert supervised is not None
+        return supervised
+    assert algorithm is not None
+    if config.task == "rl":
+        rl = PolicyGradientObjective(head, normalizer, algorithm)
+        if supervised is None or algorithm.sft_weight is None:
+            return rl
+        return CoTrainingObjective(rl, supervised, algorithm.sft_weight, draw)
+    assert dataset is not None
+    if slot.critic is None:
+        return AWRObjective(head, normalizer, algorithm, dataset.batch_size)
+    return IQLObjective(head, slot.critic, normalizer, algorithm, dataset.batch_size)
 
 
 def _full_precision(batch: TensorDict) -> TensorDict:

@@ -19,9 +19,14 @@ from nexus_lightning.features.store import FeatureStore
 from nexus_lightning.loop import Lease
 from nexus_lightning.monitoring.events import EventLog
 from nexus_lightning.monitoring.progress import RunStatus, TenantStatus
-from nexus_lightning.objectives import objective_class
+from nexus_lightning.objectives import job_fields
 from nexus_lightning.producers.base import Producer
-from nexus_lightning.producers.demonstrations import DemonstrationProducer, DemonstrationReader, open_dataset
+from nexus_lightning.producers.demonstrations import (
+    DemonstrationProducer,
+    DemonstrationReader,
+    DemonstrationStream,
+    open_dataset,
+)
 from nexus_lightning.producers.evaluation import EvalResult, EvaluationProducer, Evaluator, result_dict
 from nexus_lightning.producers.rollouts import RolloutProducer
 from nexus_lightning.queues.inference import ServedPolicies, TenantInferenceServer
@@ -86,6 +91,7 @@ class Runtime:
         self.producers: list[Producer] = []
         self.evaluators: dict[str, Evaluator] = {}
         self.readers: dict[str, DemonstrationReader] = {}
+        self.demonstrations: dict[str, DemonstrationStream] = {}  # what RL tenants mix into their training
         self.on_metrics: Callable[[dict[str, float], int], object] = lambda metrics, step: None
         self.job_index = 0
         self.interrupted = False
@@ -135,6 +141,9 @@ class Runtime:
         evaluator = None if env is None or not config.eval.episodes else self._evaluator(slot, env)
         if config.task == "rl":
             assert env is not None
+            reader = None if config.dataset is None else self._reader(slot)
+            if reader is not None:
+                self.demonstrations[slot.name] = DemonstrationStream(reader, slot.spec.seed)
             producers.append(
                 RolloutProducer(
                     slot,
@@ -150,23 +159,11 @@ class Runtime:
                     self.lease_deadline_s,
                     self.reuse[slot.name].reuse,
                     self.passes[slot.name],
+                    reader if config.features.warm_up else None,
                 )
             )
             return producers
-        assert config.dataset is not None
-        dataset = self.datasets.pop(slot.name, None)
-        if dataset is None:
-            dataset = open_dataset(config.dataset, slot.spec.schema, dataset_root(config, self.config.data_dir))
-        reader = self.readers[slot.name] = DemonstrationReader(
-            dataset,
-            config.dataset,
-            slot.spec.schema,
-            self.backbone,
-            slot.head.feature_spec,
-            None if config.features.reuse == "never" else self.store,
-            self.passes[slot.name],
-            config.algorithm,
-        )
+        reader = self._reader(slot)
         status = self.status.tenants[slot.name]
 
         def on_progress(text: str) -> None:
@@ -186,6 +183,25 @@ class Runtime:
         if evaluator is not None:
             producers.append(EvaluationProducer(evaluator, self.quarantine))
         return producers
+
+    def _reader(self, slot: TenantSlot) -> DemonstrationReader:
+        config = slot.spec.config
+        assert config.dataset is not None
+        dataset = self.datasets.pop(slot.name, None)
+        if dataset is None:
+            dataset = open_dataset(config.dataset, slot.spec.schema, dataset_root(config, self.config.data_dir))
+        reader = self.readers[slot.name] = DemonstrationReader(
+            dataset,
+            config.dataset,
+            slot.spec.schema,
+            self.backbone,
+            slot.head.feature_spec,
+            # of an RL tenant `features.reuse` is about its rollouts
+            None if config.features.reuse == "never" and config.task != "rl" else self.store,
+            self.passes[slot.name],
+            config.algorithm if config.task == "offline_rl" else None,
+        )
+        return reader
 
     def _environment(self, slot: TenantSlot) -> SimulatorEnv | None:
         config = slot.spec.config
@@ -309,7 +325,7 @@ class Runtime:
 
     def read(self, job: Job) -> Lease | None:
         """The columns of a leased job that its objective reads (views, no copy); None when it was ended meanwhile."""
-        fields = objective_class(self.slots[job.tenant_id].spec.config).fields
+        fields = job_fields(self.slots[job.tenant_id].spec.config)
         fields += ("features", "state") if job.metadata["features"] else ("observation", "language_instruction")
         self.queue.release(job.partition_id, "train")  # rows that an expired lease had handed out
         try:

@@ -27,6 +27,17 @@ from nexus_lightning.schema import NormalizationStats, Normalizer, TenantSchema
 
 _registrations = itertools.count()
 
+#: Counters of a slot that its payload keeps.
+COUNTERS = (
+    "policy_version",
+    "jobs_completed",
+    "optimizer_steps",
+    "cursor",
+    "demonstrations_drawn",
+    "quarantined",
+    "evaluations",
+)
+
 
 @dataclass(frozen=True)
 class TenantSpec:
@@ -93,6 +104,7 @@ class TenantSlot:
     jobs_completed: int = 0
     optimizer_steps: int = 0
     cursor: int = 0  # next training job's index in the tenant's data stream; jobs before it are trained
+    demonstrations_drawn: int = 0  # samples that co-training has taken from the demonstrations
     quarantined: str | None = None  # the reason, once a failure has taken the tenant out of the run
     evaluations: list[dict[str, Any]] = field(default_factory=list)
     ema: AveragedModel | None = None  # running average of the head's weights (head.ema_decay)
@@ -150,9 +162,9 @@ class TenantSlot:
 
     @property
     def total_steps(self) -> int | None:
-        """Optimizer steps until the completion target (SFT only)."""
+        """Optimizer steps until the completion target (not in RL, where a job has as many as its rollout fills)."""
         config = self.spec.config
-        if config.target_jobs is None or config.dataset is None:
+        if config.target_jobs is None or config.dataset is None or config.task == "rl":
             return None
         return config.target_jobs * config.dataset.batches_per_job
 
@@ -200,12 +212,7 @@ class TenantSlot:
         assert self.scheduler is not None
         return {
             "lr_scheduler": {k: v for k, v in self.scheduler.state_dict().items() if k != "lr_lambdas"},
-            "policy_version": self.policy_version,
-            "jobs_completed": self.jobs_completed,
-            "optimizer_steps": self.optimizer_steps,
-            "cursor": self.cursor,
-            "quarantined": self.quarantined,
-            "evaluations": self.evaluations,
+            **{name: getattr(self, name) for name in COUNTERS},
         }
 
     def load_state(self, state: dict[str, Any], optimizer: dict[str, Any], rng: Tensor) -> None:
@@ -213,8 +220,8 @@ class TenantSlot:
         self.optimizer.load_state_dict(optimizer)
         self.scheduler.load_state_dict({**state["lr_scheduler"], "lr_lambdas": [None] * len(self.scheduler.lr_lambdas)})
         self.rng.state = rng
-        for key in ("policy_version", "jobs_completed", "optimizer_steps", "cursor", "quarantined", "evaluations"):
-            setattr(self, key, state[key])
+        for name in COUNTERS:
+            setattr(self, name, state[name])
 
     def manifest(self, backbone: dict[str, Any], backbone_fingerprint: str) -> dict[str, Any]:
         """What a payload says about itself: enough to serve, evaluate and refuse it without the run."""

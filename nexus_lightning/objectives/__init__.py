@@ -2,28 +2,30 @@
 
 from nexus_lightning.config import TenantConfig
 from nexus_lightning.objectives.awr import AWRObjective
+from nexus_lightning.objectives.cotraining import CoTrainingObjective
 from nexus_lightning.objectives.iql import ChunkCritic, IQLObjective
 from nexus_lightning.objectives.policy_gradient import PolicyGradientObjective
 from nexus_lightning.objectives.sft import SFTObjective
 
-Objective = SFTObjective | PolicyGradientObjective | AWRObjective | IQLObjective
+Objective = SFTObjective | PolicyGradientObjective | CoTrainingObjective | AWRObjective | IQLObjective
 
 __all__ = [
     "AWRObjective",
     "ChunkCritic",
+    "CoTrainingObjective",
     "IQLObjective",
     "Objective",
     "PolicyGradientObjective",
     "SFTObjective",
-    "objective_class",
+    "job_fields",
 ]
 
 
-def objective_class(config: TenantConfig) -> type[Objective]:
-    """By task and algorithm."""
+def job_fields(config: TenantConfig) -> tuple[str, ...]:
+    """Columns of a job's partition that the tenant's objective reads, besides the observation or its features."""
     if config.task == "sft":
-        return SFTObjective
+        return SFTObjective.fields
     assert config.algorithm is not None, "validated with the config"
     if config.task == "rl":
-        return PolicyGradientObjective
-    return {"awr": AWRObjective, "iql": IQLObjective}[config.algorithm.name]
+        return PolicyGradientObjective.fields
+    return {"awr": AWRObjective, "iql": IQLObjective}[config.algorithm.name].fields

@@ -397,6 +397,28 @@ class FrameOrder:
         return self._epoch[1]
 
 
+class DemonstrationStream:
+    """Samples of a dataset in the tenant's own order; what lies at a position depends on the position alone.
+
+    Args:
+        reader: of the tenant.
+        seed: the tenant's.
+    """
+
+    def __init__(self, reader: DemonstrationReader, seed: int) -> None:
+        self.reader, self.order = reader, FrameOrder(len(reader), derive_seed(seed, "order"))
+
+    def read(self, start: int, count: int) -> TensorDict:
+        """``[count]`` samples; pass e over the data sees view e modulo the number of views."""
+        rows, views = self.order.rows(start, count), self.order.epochs(start, count) % self.reader.views
+        present = views.unique().tolist()
+        if len(present) == 1:
+            return self.reader.read(rows, present[0])
+        parts = [self.reader.read(rows[views == view], view) for view in present]
+        positions = torch.cat([(views == view).nonzero().flatten() for view in present])
+        return concatenate_batches(parts)[positions.argsort()]
+
+
 class DemonstrationProducer(Producer):
     """reserve -> build batch -> put -> ready, as far ahead as the tenant's in-flight bound allows."""
 
@@ -428,7 +450,7 @@ class DemonstrationProducer(Producer):
             if not self.reader.warm_up(self.stopping.is_set, progress):
                 return
             self.on_progress("")
-        order = FrameOrder(len(self.reader), derive_seed(self.slot.spec.seed, "order"))
+        stream = DemonstrationStream(self.reader, self.slot.spec.seed)
         rows_per_job = config.batch_size * config.batches_per_job
         metadata: dict[str, Any] = {"features": kept}
         if not kept:  # jobs of other tenants with this key may share the actor's backbone passes
@@ -446,20 +468,10 @@ class DemonstrationProducer(Producer):
                 self.scheduler.wait_for_room(self.tenant, timeout_s=0.5)
                 continue
             try:
-                batch = self._batch(order, position * rows_per_job, rows_per_job)
+                batch = stream.read(position * rows_per_job, rows_per_job)
                 self.queue.put(job.partition_id, batch, tenant_id=self.tenant)
                 self.scheduler.mark(job.job_id, JobState.READY)
             except Exception as error:
                 self.scheduler.fail(job.job_id, f"{type(error).__name__}: {error}")
                 raise
             position += 1
-
-    def _batch(self, order: FrameOrder, start: int, count: int) -> TensorDict:
-        """Rows at these stream positions; pass e over the data sees view e modulo the number of views."""
-        rows, views = order.rows(start, count), order.epochs(start, count) % self.reader.views
-        present = views.unique().tolist()
-        if len(present) == 1:
-            return self.reader.read(rows, present[0])
-        parts = [self.reader.read(rows[views == view], view) for view in present]
-        positions = torch.cat([(views == view).nonzero().flatten() for view in present])
-        return concatenate_batches(parts)[positions.argsort()]

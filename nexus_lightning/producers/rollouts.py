@@ -14,6 +14,7 @@ from nexus_lightning.environment import SimulatorEnv
 from nexus_lightning.features.reuse import PassCounter, in_row_order
 from nexus_lightning.objectives.policy_gradient import EXECUTED, compute_advantages
 from nexus_lightning.producers.base import Producer
+from nexus_lightning.producers.demonstrations import DemonstrationReader
 from nexus_lightning.producers.evaluation import Evaluator
 from nexus_lightning.queues.inference import ServedPolicies, TenantInferenceServer
 from nexus_lightning.queues.jobs import Job, JobState, Scheduler
@@ -29,7 +30,8 @@ class RolloutProducer(Producer):
 
     Every rollout starts from fresh resets and is a pure function of (tenant seed, rollout index, policy version): a
     resumed run needs the index alone. With ``reuse`` the features that the decisions were taken on go into the
-    partition in place of the images. Evaluations of the tenant run on the same simulators between two rollouts.
+    partition in place of the images. Evaluations of the tenant run on the same simulators between two rollouts. The
+    features of demonstrations that are mixed into the training (``warm_up``) are computed before the first one.
     """
 
     def __init__(
@@ -47,6 +49,7 @@ class RolloutProducer(Producer):
         lease_deadline_s: float,
         reuse: bool,
         passes: PassCounter,
+        warm_up: DemonstrationReader | None = None,
     ) -> None:
         super().__init__(slot.name, on_failure)
         algorithm = slot.spec.config.algorithm
@@ -54,12 +57,14 @@ class RolloutProducer(Producer):
         self.slot, self.env, self.evaluator, self.algorithm = slot, env, evaluator, algorithm
         self.served, self.server, self.scheduler, self.queue = served, server, scheduler, queue
         self.on_rollout, self.clock, self.lease_deadline_s = on_rollout, clock, lease_deadline_s
-        self.reuse, self.passes = reuse, passes
+        self.reuse, self.passes, self.warm_up = reuse, passes, warm_up
         self.policy = server.client(slot.name, sample=True)
         self.policy.record_features = reuse
 
     def produce(self) -> None:
         assert self.algorithm.chunks_per_job is not None, "validated with the config"
+        if self.warm_up is not None and not self.warm_up.warm_up(self.stopping.is_set):
+            return
         frames = self.env.num_envs * self.algorithm.chunks_per_job
         collector = Collector(
             self.env,
