@@ -154,6 +154,7 @@ class AlgorithmConfig:
     group_size: int | None = None  # grpo: simulators that start from the same initial state
     gae_lambda: float = 0.95
     clip_epsilon: float = 0.2
+    proximal: bool = False  # ppo, grpo: clip against the policy at the start of the job, not the one that acted
     entropy_coef: float = 0.0
     critic_coef: float = 0.5
     value_warmup_jobs: int = 0  # train only the critic for this many jobs
@@ -710,11 +711,23 @@ def _rl_problems(key: str, tenant: TenantConfig, schema: TenantSchema, config: N
         problems.append(f"{key}.algorithm.epochs={algorithm.epochs}: reinforce uses each rollout once; set it to 1")
     if algorithm.name == "reinforce" and algorithm.entropy_coef:
         problems.append(f"{key}.algorithm.entropy_coef={algorithm.entropy_coef}: reinforce has none; set it to 0")
+    if algorithm.name == "reinforce" and algorithm.proximal:
+        problems.append(f"{key}.algorithm.proximal=true: reinforce clips no ratio; set it to false")
     if algorithm.name == "grpo" and algorithm.value_warmup_jobs:
         problems.append(f"{key}.algorithm.value_warmup_jobs={algorithm.value_warmup_jobs}: grpo has no critic; set 0")
-    for name in ("chunks_per_job", "epochs", "minibatch_size"):
-        if getattr(algorithm, name) < 1:
-            problems.append(f"{key}.algorithm.{name}={getattr(algorithm, name)}: must be at least 1")
+    counts = ("chunks_per_job", "epochs", "minibatch_size")
+    below = [
+        f"{key}.algorithm.{n}={getattr(algorithm, n)}: must be at least 1" for n in counts if getattr(algorithm, n) < 1
+    ]
+    problems += below
+    # grpo leaves decisions out, so its rows never divide evenly
+    if not below and tenant.environment is not None and algorithm.name != "grpo":
+        rows = tenant.environment.num_envs * algorithm.chunks_per_job
+        if algorithm.minibatch_size < rows and rows % algorithm.minibatch_size:
+            problems.append(
+                f"{key}.algorithm.minibatch_size={algorithm.minibatch_size}: must divide the {rows} decisions of a "
+                f"rollout ({key}.environment.num_envs x {key}.algorithm.chunks_per_job), or be at least as large"
+            )
     for name in ("gamma", "gae_lambda"):
         if not 0 <= getattr(algorithm, name) <= 1:
             problems.append(f"{key}.algorithm.{name}={getattr(algorithm, name)}: must lie in [0, 1]")

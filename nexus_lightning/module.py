@@ -110,6 +110,21 @@ class MultiTenantModule(L.LightningModule):
                 padding = {"padding_share": self.encode_stats.padding_share} if self.encode_stats.calls else {}
                 self.runtime.complete(update.slot, update.lease, update.metrics() | padding)
 
+    def actor_forward(self, slot: TenantSlot, data: TensorDict) -> TensorDict:
+        """How the policy that is about to train sees a rollout: its derived columns, see the objective's method.
+
+        Without feature reuse the rollout is encoded here and once more when it trains.
+        """
+        objective, algorithm = self.objectives[slot.name], slot.spec.config.algorithm
+        rl = objective.rl if isinstance(objective, CoTrainingObjective) else objective
+        assert isinstance(rl, PolicyGradientObjective) and algorithm is not None
+        data = cast(TensorDict, data.to(self.device))
+        if "features" not in data.keys():
+            data = self._with_features([(slot, data)])[0]
+        slot.head.train()  # as while it trains: the first ratio is exactly 1
+        parts = [rl.actor_forward(_full_precision(part)) for part in data.split(algorithm.minibatch_size)]
+        return cast(TensorDict, torch.cat(parts)).cpu()  # type: ignore[arg-type]
+
     def _guarded(self, update: _Update, action: Callable[..., Any], *args: Any) -> Any:
         """Run one tenant's part; what it raises takes that tenant out of the run and nobody else."""
         if update.failed:

@@ -176,7 +176,7 @@ class TenantSlot:
     # ------------------------------------------------------------------------------------------- payload
 
     def tensors(self) -> dict[str, Tensor]:
-        """A payload's content: tensors under ``head.``, ``normalizer.`` and, where there are some, ``ema.``, ``critic.``."""
+        """A payload's content: tensors under ``head.``, ``normalizer.``, and ``ema.`` and ``critic.`` if there are."""
         return {f"{prefix}.{k}": v for prefix, module in self._parts() for k, v in module.state_dict().items()}
 
     def load_tensors(self, tensors: dict[str, Tensor]) -> None:

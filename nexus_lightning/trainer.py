@@ -141,6 +141,7 @@ class NexusTrainer(L.Trainer):
     def fit(self, model: MultiTenantModule, ckpt_path: str | os.PathLike | None = None) -> None:  # type: ignore[override]
         """Train until every target is met, ``max_jobs`` or ``max_time`` is reached, or a signal asks to stop."""
         model.runtime = self.runtime
+        self.runtime.actor_forward = model.actor_forward
         path = None if ckpt_path is None else os.fspath(ckpt_path)
         super().fit(model, train_dataloaders=LeaseStream(self.runtime), ckpt_path=path, weights_only=True)
 

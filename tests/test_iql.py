@@ -294,7 +294,9 @@ def offline(compose):
 def test_q_networks_are_the_tenants_own_and_resume_to_the_bit(offline):
     whole, part = train(offline()), train(offline("trainer.max_jobs=3"))
     rest = train(offline(f"ckpt_path={part['run_dir']}"))
-    payloads = [read_payload(resolve_payload(Path(run["run_dir"]) / "tenants" / "toy_offline")) for run in (whole, rest)]
+    payloads = [
+        read_payload(resolve_payload(Path(run["run_dir"]) / "tenants" / "toy_offline")) for run in (whole, rest)
+    ]
     assert tensors_digest(payloads[0].tensors) == tensors_digest(payloads[1].tensors)
     assert payloads[0].optimizer["state"].keys() == payloads[1].optimizer["state"].keys()
     slot = load_policy(payloads[0].path, FakeBackbone()).slot

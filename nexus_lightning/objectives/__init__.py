@@ -4,7 +4,7 @@ from nexus_lightning.config import TenantConfig
 from nexus_lightning.objectives.awr import AWRObjective
 from nexus_lightning.objectives.cotraining import CoTrainingObjective
 from nexus_lightning.objectives.iql import ChunkCritic, IQLObjective
-from nexus_lightning.objectives.policy_gradient import PolicyGradientObjective
+from nexus_lightning.objectives.policy_gradient import PROXIMAL_LOG_PROB, PolicyGradientObjective
 from nexus_lightning.objectives.sft import SFTObjective
 
 Objective = SFTObjective | PolicyGradientObjective | CoTrainingObjective | AWRObjective | IQLObjective
@@ -27,5 +27,5 @@ def job_fields(config: TenantConfig) -> tuple[str, ...]:
         return SFTObjective.fields
     assert config.algorithm is not None, "validated with the config"
     if config.task == "rl":
-        return PolicyGradientObjective.fields
+        return PolicyGradientObjective.fields + ((PROXIMAL_LOG_PROB,) if config.algorithm.proximal else ())
     return {"awr": AWRObjective, "iql": IQLObjective}[config.algorithm.name].fields

@@ -530,7 +530,8 @@ class Scheduler:
 
         Args:
             actor_versions: tenant -> its policy version at the actor. Jobs of tenants not named here are left alone.
-            timeout_s: how long to wait for one; 0 does not wait.
+            timeout_s: how long to wait for one; 0 does not wait. The wait ends early when a job of these tenants needs
+                the actor forward: that is the caller's work, too.
             deadline_s: the lease returns by itself after so many seconds.
             where: leaves other jobs alone (it runs under the scheduler's lock: look, do not call back); None for all.
 
@@ -552,6 +553,8 @@ class Scheduler:
                 if not dropped and first is not None:
                     return self._lease(first, deadline_s)
                 if not dropped:
+                    if any(name in actor_versions for name in self._waiting[JobState.NEEDS_ACTOR_FORWARD]):
+                        return None
                     remaining_s = end_s - self._clock()
                     if timed_out or remaining_s <= 0:
                         return None
