@@ -199,6 +199,10 @@ def test_an_average_is_for_supervised_tenants(compose):
     assert "tenants.toy_sft.head.ema_decay=1.5: must lie between 0 and 1" in problems(config)
 
 
+def test_a_minibatch_may_be_larger_than_the_rollout(compose):
+    validate(compose("+tenants=[toy]", "tenants.toy.algorithm.minibatch_size=97"))
+
+
 @pytest.mark.parametrize(
     ("changes", "expected"),
     [
@@ -210,6 +214,8 @@ def test_an_average_is_for_supervised_tenants(compose):
         ({"name": "reinforce"}, "reinforce uses each rollout once; set it to 1"),
         ({"name": "trpo"}, "algorithm.name=trpo: choose one of ppo, grpo, reinforce"),
         ({"log_prob_level": "word"}, "log_prob_level=word: choose one of chunk, action, token"),
+        ({"minibatch_size": 50}, "minibatch_size=50: must divide the 96 decisions of a rollout"),
+        ({"minibatch_size": 0}, "minibatch_size=0: must be at least 1"),
         ({"discount_per": "hour"}, "discount_per=hour: choose one of chunk, step"),
     ],
 )

@@ -246,6 +246,14 @@ def test_before_any_step_the_ratio_is_one(objective):
     data = partition(objective)
     losses = objective.loss(data, jobs_completed=0)
     assert losses["kl"].abs() < 1e-5 and losses["clip_fraction"] == 0
+    names = {"loss", "policy_loss", "value_loss", "entropy", "kl", "clip_fraction", "ratio", "explained_variance"}
+    assert losses.keys() == names and float(losses["ratio"]) == pytest.approx(1.0, abs=1e-5)
+    residual = data["value_target"] - objective.head.value(data["features"], data["state"])
+    unexplained = residual.var(correction=0) / data["value_target"].var(correction=0)
+    torch.testing.assert_close(losses["explained_variance"], (1 - unexplained).detach(), rtol=1e-4, atol=1e-5)
+    steps = data["executed"].sum(-1).float()
+    _, entropy = objective.head.evaluate(data["features"], data["state"], data["vla_action"])
+    torch.testing.assert_close(losses["entropy"], (entropy[:, 0].sum(-1).detach() * steps).mean(), rtol=1e-4, atol=1e-5)
     expected = -data["advantage"].mean()
     assert torch.allclose(losses["policy_loss"], expected, atol=1e-5)
     value = objective.head.value(data["features"], data["state"])

@@ -6,6 +6,7 @@ import csv
 import json
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -21,7 +22,9 @@ from nexus_lightning.objectives.policy_gradient import (
     next_values,
     unit_mask,
 )
+from nexus_lightning.producers.rollouts import advantage_stage
 from nexus_lightning.queues.jobs import JobState, Scheduler
+from nexus_lightning.queues.training import TrainingQueue
 from nexus_lightning.schema import Normalizer, TenantSchema
 from nexus_lightning.trainer import train
 
@@ -132,6 +135,54 @@ def test_next_values_across_dones_truncations_and_the_end():
     bootstrap = column([70.0, 71.0, 72.0, 73.0, 74.0])
     assert next_values(values, done, terminated, bootstrap).flatten().tolist() == [2.0, 0.0, 4.0, 73.0, 74.0]
     assert not cut(column([1], torch.bool), column([1], torch.bool)).any(), "an end in the last column is an end"
+
+
+@pytest.mark.parametrize("proximal", [False, True])
+def test_the_advantage_stage_reads_the_partition(proximal):
+    """Two simulators x two decisions, row by row in the partition; values of whoever looked at them last."""
+    gamma, lam = 0.9, 0.8
+    reward, acted, fresh = [1.0, 2.0, 3.0, 4.0], [0.1, 0.2, 0.3, 0.4], [0.5, 0.6, 0.7, 0.8]
+    done, terminated, bootstrap = [0, 1, 1, 0], [0, 1, 0, 0], [9.0, 9.0, 5.0, 6.0]
+
+    def column(values, dtype=torch.float32):
+        return torch.tensor(values, dtype=dtype).unsqueeze(-1)
+
+    log_probs = torch.arange(4.0).view(4, 1, 1)
+    queue, scheduler = TrainingQueue(), Scheduler()
+    scheduler.register("t", "rl")
+    job = scheduler.reserve("t", 4, behavior_policy_version=0)
+    queue.put(
+        job.partition_id,
+        TensorDict(
+            {
+                "vla_action": TensorDict({"log_probs": log_probs}, [4]),
+                "executed": torch.ones(4, 1, dtype=torch.bool),
+                "reward": column(reward),
+                "done": column(done, torch.bool),
+                "terminated": column(terminated, torch.bool),
+                "episode_seed": torch.zeros(4, 1, dtype=torch.long),
+                "state_value": column(acted),
+                "bootstrap": column(bootstrap),
+                "proximal_value": column(fresh),
+            },
+            [4],
+        ),
+        tenant_id="t",
+    )
+    scheduler.mark(job.job_id, JobState.NEEDS_ADVANTAGES)
+    algorithm = AlgorithmConfig(gamma=gamma, gae_lambda=lam, proximal=proximal)
+    config = SimpleNamespace(algorithm=algorithm, environment=SimpleNamespace(num_envs=2))
+    advantage_stage(scheduler, queue, SimpleNamespace(name="t", spec=SimpleNamespace(config=config)), 60)
+    assert scheduler.get(job.job_id).state == JobState.READY
+    out = queue.get_data(queue.get_meta(["advantage", "value_target", "sample_log_prob"], 4, job.partition_id, "train"))
+    v = fresh if proximal else acted
+    # simulator 0 goes on, then terminates; simulator 1 is truncated, then cut by the end of the rollout
+    delta = [1 + gamma * v[1] - v[0], 2 - v[1], 3 + gamma * 5 - v[2], 4 + gamma * 6 - v[3]]
+    advantage = torch.tensor([delta[0] + gamma * lam * delta[1], *delta[1:]])
+    torch.testing.assert_close(out["value_target"].flatten(), advantage + torch.tensor(v))
+    standardised = (advantage - advantage.mean()) / advantage.std(unbiased=False)
+    torch.testing.assert_close(out["advantage"].flatten(), standardised)
+    assert out["sample_log_prob"].flatten().tolist() == [0, 1, 2, 3]
 
 
 def test_whoever_waits_for_a_job_is_told_that_the_actor_is_needed():
