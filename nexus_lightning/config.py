@@ -160,8 +160,8 @@ class AlgorithmConfig:
     value_warmup_jobs: int = 0  # train only the critic for this many jobs
     sft_weight: float | None = None  # rl: of the supervised loss on `dataset`, dataset.batch_size samples per minibatch
     temperature: float = 0.1  # offline_rl: of the advantage weights, in units of the return (IQL's beta is its inverse)
-    expectile: float | None = None  # offline_rl: of the critic; 0.5 is the mean. null: awr 0.5, iql 0.8
-    target_rate: float = 0.01  # iql: share of the new weights in the slow Q networks, after every optimizer step
+    expectile: float | None = None  # offline_rl: of the critic; 0.5 is the mean. null: awr 0.5, iql 0.7
+    target_rate: float = 0.05  # iql: share of the new weights in the slow Q networks, after every optimizer step
     log_prob_level: str = "chunk"  # what has a likelihood ratio of its own: chunk | action | token (one dim)
     log_prob: str = "sum"  # over the elements of such a unit: sum | mean
 

@@ -18,8 +18,8 @@ from nexus_lightning.schema import Normalizer
 
 #: Largest weight ``exp(advantage / temperature)`` of a sample, as in the paper's code and in TorchRL's ``IQLLoss``.
 MAX_WEIGHT = 100.0
-#: Expectile of the value step unless ``algorithm.expectile`` says otherwise.
-EXPECTILE = 0.8
+#: Expectile of the value step (the paper's for locomotion) unless ``algorithm.expectile`` says otherwise.
+EXPECTILE = 0.7
 
 
 class ChunkCritic(nn.Module):
