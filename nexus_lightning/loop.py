@@ -66,6 +66,7 @@ class LeaseStream:
     def __next__(self) -> LeaseGroup:
         runtime = self.runtime
         while not runtime.finished():
+            runtime.prepare_jobs()
             job = runtime.scheduler.lease_next(
                 runtime.actor_versions(), timeout_s=IDLE_TICK_S, deadline_s=runtime.lease_deadline_s
             )

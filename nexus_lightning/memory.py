@@ -1,7 +1,8 @@
 """How much memory a backbone and the tenants' heads need: reported in the banner, used by admission, estimated ahead.
 
 Per trainable parameter a tenant holds, in float32: weight, gradient, two Adam moments (Kingma and Ba 2015), the copy
-that inference serves and the spare copy that the next publication reuses; ``ema_decay`` adds the average.
+that inference serves and the spare copy that the next publication reuses; ``ema_decay`` adds the average. The Q
+networks of iql are not served: weight, slow copy, gradient, two moments.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from nexus_lightning.backbone import Backbone, VLAFeature
 from nexus_lightning.config import ConfigError, NexusConfig
 from nexus_lightning.head import ActionHead
 from nexus_lightning.monitoring.banner import count_text, text_table
-from nexus_lightning.tenant import TenantSpec, build_head, derive_seed
+from nexus_lightning.tenant import TenantSpec, build_critic, build_head, derive_seed
 
 #: Freed memory up to this size stays with the process (:func:`keep_freed_memory`).
 KEPT_BYTES = 2**30
@@ -47,7 +48,7 @@ def keep_freed_memory() -> bool:
 
 @dataclass(frozen=True)
 class HeadMemory:
-    """What one tenant's head costs.
+    """What one tenant's head (and its Q networks) cost.
 
     Attributes:
         parameters: trainable parameters.
@@ -62,17 +63,18 @@ class HeadMemory:
     total_bytes: int
 
 
-def head_memory(head: ActionHead, ema: bool = False) -> HeadMemory:
-    """Bytes of a head (it may live on the meta device)."""
-    trainable = [p for p in head.parameters() if p.requires_grad]
+def head_memory(head: ActionHead, ema: bool = False, critic: nn.Module | None = None) -> HeadMemory:
+    """Bytes of a head (it may live on the meta device) and of the Q networks with their slow copies."""
+    critic = nn.Module() if critic is None else critic
+    trainable = [p for p in (*head.parameters(), *critic.parameters()) if p.requires_grad]
     gradients = sum(p.numel() * p.element_size() for p in trainable)
-    weights = module_bytes(head)
-    copies = 1 + SERVED_COPIES + int(ema)
+    weights = module_bytes(head) + module_bytes(critic)
+    copies = SERVED_COPIES + int(ema)
     return HeadMemory(
         parameters=sum(p.numel() for p in trainable),
         weights_bytes=weights,
         adam_bytes=2 * gradients,
-        total_bytes=copies * weights + 3 * gradients,
+        total_bytes=weights + copies * module_bytes(head) + 3 * gradients,
     )
 
 
@@ -165,7 +167,8 @@ def estimate(config: NexusConfig, backbone: Backbone | None = None) -> dict[str,
             head = build_head(tenant, spec.schema, backbone, derive_seed(spec.seed, "init"))
         except (ImportError, OSError, ValueError) as error:
             raise ConfigError([f"tenants.{name}: {error}"]) from error
-        memory = head_memory(head, ema=tenant.head.get("ema_decay") is not None)
+        critic = build_critic(tenant, head, derive_seed(spec.seed, "critic"))
+        memory = head_memory(head, tenant.head.get("ema_decay") is not None, critic)
         tenants[name] = {"head": type(head).__name__, "kind": head.feature_spec.kind, **memory.__dict__}
     held = {
         "name": type(backbone).__name__,

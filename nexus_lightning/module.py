@@ -5,7 +5,8 @@ from __future__ import annotations
 import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import TYPE_CHECKING, Any, cast
 
 import lightning as L
 import torch
@@ -17,7 +18,14 @@ from nexus_lightning.backbone import Backbone
 from nexus_lightning.checkpoint import read_payload
 from nexus_lightning.features.grouping import EncodeRequest, EncodeStats, encode_together
 from nexus_lightning.features.reuse import full_precision
-from nexus_lightning.objectives import AWRObjective, PolicyGradientObjective, SFTObjective
+from nexus_lightning.objectives import (
+    AWRObjective,
+    CoTrainingObjective,
+    IQLObjective,
+    Objective,
+    PolicyGradientObjective,
+    SFTObjective,
+)
 from nexus_lightning.schema import TenantSchema
 from nexus_lightning.tenant import TenantSlot
 
@@ -69,7 +77,10 @@ class MultiTenantModule(L.LightningModule):
         self.slots = slots
         self.heads = nn.ModuleDict({name: slot.head for name, slot in slots.items()})
         self.normalizers = nn.ModuleDict({name: slot.normalizer for name, slot in slots.items()})
-        self.objectives = {name: build_objective(slot) for name, slot in slots.items()}
+        self.critics = nn.ModuleDict({name: slot.critic for name, slot in slots.items() if slot.critic is not None})
+        self.objectives = {
+            name: build_objective(slot, partial(self._draw_demonstrations, slot)) for name, slot in slots.items()
+        }
         self.runtime: Runtime | None = None  # set by the trainer
         self.encode_stats = EncodeStats()  # what the actor encoded (the reader and the server count their own)
         self._restored: dict[str, Any] | None = None
@@ -99,6 +110,21 @@ class MultiTenantModule(L.LightningModule):
             if not update.failed:
                 padding = {"padding_share": self.encode_stats.padding_share} if self.encode_stats.calls else {}
                 self.runtime.complete(update.slot, update.lease, update.metrics() | padding)
+
+    def actor_forward(self, slot: TenantSlot, data: TensorDict) -> TensorDict:
+        """How the policy that is about to train sees a rollout: its derived columns, see the objective's method.
+
+        Without feature reuse the rollout is encoded here and once more when it trains.
+        """
+        objective, algorithm = self.objectives[slot.name], slot.spec.config.algorithm
+        rl = objective.rl if isinstance(objective, CoTrainingObjective) else objective
+        assert isinstance(rl, PolicyGradientObjective) and algorithm is not None
+        data = cast(TensorDict, data.to(self.device))
+        if "features" not in data.keys():
+            data = self._with_features([(slot, data)])[0]
+        slot.head.train()  # as while it trains: the first ratio is exactly 1
+        parts = [rl.actor_forward(full_precision(part)) for part in data.split(algorithm.minibatch_size)]
+        return cast(TensorDict, torch.cat(parts)).cpu()  # type: ignore[arg-type]
 
     def _guarded(self, update: _Update, action: Callable[..., Any], *args: Any) -> Any:
         """Run one tenant's part; what it raises takes that tenant out of the run and nobody else."""
@@ -164,6 +190,8 @@ class MultiTenantModule(L.LightningModule):
         slot.scheduler.step()
         if slot.ema is not None:
             slot.ema.update_parameters(slot.head)
+        if slot.critic is not None:
+            slot.critic.update_slow()
         slot.optimizer_steps += 1
         update.history.append({k: v.detach() for k, v in losses.items()})
 
@@ -194,6 +222,13 @@ class MultiTenantModule(L.LightningModule):
             rows["features"], rows["state"] = features, data["observation", "state"]
             encoded.append(rows)
         return encoded
+
+    def _draw_demonstrations(self, slot: TenantSlot, count: int) -> TensorDict:
+        """The next ``count`` demonstrations of an RL tenant that mixes them in."""
+        assert self.runtime is not None
+        batch = self.runtime.demonstrations[slot.name].read(slot.demonstrations_drawn, count)
+        slot.demonstrations_drawn += count
+        return full_precision(batch.to(self.device))
 
     def _lightning_optimizer(self, slot: TenantSlot) -> LightningOptimizer:
         optimizers = self.optimizers()
@@ -250,13 +285,21 @@ class MultiTenantModule(L.LightningModule):
         self.runtime.restore(saved)
 
 
-def build_objective(slot: TenantSlot) -> SFTObjective | PolicyGradientObjective | AWRObjective:
-    config = slot.spec.config
-    if config.task == "rl":
-        assert config.algorithm is not None
-        return PolicyGradientObjective(slot.head, slot.normalizer, config.algorithm)
-    assert config.dataset is not None
+def build_objective(slot: TenantSlot, draw: Callable[[int], TensorDict]) -> Objective:
+    """What the tenant's jobs minimise; ``draw`` gives the demonstrations that an RL tenant mixes in."""
+    config, head, normalizer = slot.spec.config, slot.head, slot.normalizer
+    algorithm, dataset = config.algorithm, config.dataset
+    supervised = None if dataset is None else SFTObjective(head, normalizer, dataset.batch_size)
     if config.task == "sft":
-        return SFTObjective(slot.head, slot.normalizer, config.dataset.batch_size)
-    assert config.algorithm is not None
-    return AWRObjective(slot.head, slot.normalizer, config.algorithm, config.dataset.batch_size)
+        assert supervised is not None
+        return supervised
+    assert algorithm is not None
+    if config.task == "rl":
+        rl = PolicyGradientObjective(head, normalizer, algorithm)
+        if supervised is None or algorithm.sft_weight is None:
+            return rl
+        return CoTrainingObjective(rl, supervised, algorithm.sft_weight, draw)
+    assert dataset is not None
+    if slot.critic is None:
+        return AWRObjective(head, normalizer, algorithm, dataset.batch_size)
+    return IQLObjective(head, slot.critic, normalizer, algorithm, dataset.batch_size)

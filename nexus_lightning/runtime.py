@@ -6,9 +6,12 @@ import logging
 import signal
 import threading
 import time
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+from tensordict import TensorDict
 
 from nexus_lightning.backbone import Backbone
 from nexus_lightning.checkpoint import write_payload
@@ -19,25 +22,27 @@ from nexus_lightning.features.store import FeatureStore
 from nexus_lightning.loop import Lease
 from nexus_lightning.monitoring.events import EventLog
 from nexus_lightning.monitoring.progress import RunStatus, TenantStatus
-from nexus_lightning.objectives import AWRObjective, PolicyGradientObjective, SFTObjective
+from nexus_lightning.objectives import job_fields
+from nexus_lightning.objectives.policy_gradient import EXECUTED
 from nexus_lightning.producers.base import Producer
-from nexus_lightning.producers.demonstrations import DemonstrationProducer, DemonstrationReader, open_dataset
+from nexus_lightning.producers.demonstrations import (
+    DemonstrationProducer,
+    DemonstrationReader,
+    DemonstrationStream,
+    open_dataset,
+)
 from nexus_lightning.producers.evaluation import EvalResult, EvaluationProducer, Evaluator, result_dict
-from nexus_lightning.producers.rollouts import RolloutProducer
+from nexus_lightning.producers.rollouts import RolloutProducer, advantage_stage
 from nexus_lightning.queues.inference import ServedPolicies, TenantInferenceServer
-from nexus_lightning.queues.jobs import Job, LeaseLost, Scheduler
+from nexus_lightning.queues.jobs import Job, JobState, LeaseLost, Scheduler
 from nexus_lightning.queues.journal import Journal
 from nexus_lightning.queues.training import TrainingQueue
 from nexus_lightning.tenant import TenantSlot, derive_seed
 
 log = logging.getLogger(__name__)
 
-#: Columns that the actor reads, by task.
-OBJECTIVE_FIELDS = {
-    "sft": SFTObjective.fields,
-    "rl": PolicyGradientObjective.fields,
-    "offline_rl": AWRObjective.fields,
-}
+#: Columns of what was observed, by whether the partition holds features.
+OBSERVED = {True: ("features", "state"), False: ("observation", "language_instruction")}
 
 
 class Runtime:
@@ -93,7 +98,10 @@ class Runtime:
         self.producers: list[Producer] = []
         self.evaluators: dict[str, Evaluator] = {}
         self.readers: dict[str, DemonstrationReader] = {}
+        self.demonstrations: dict[str, DemonstrationStream] = {}  # what RL tenants mix into their training
         self.on_metrics: Callable[[dict[str, float], int], object] = lambda metrics, step: None
+        #: (slot, rows of a rollout) -> derived columns; the module's, set by the trainer.
+        self.actor_forward: Callable[[TenantSlot, Any], TensorDict]
         self.job_index = 0
         self.interrupted = False
         self.deadline_s: float | None = None
@@ -142,6 +150,9 @@ class Runtime:
         evaluator = None if env is None or not config.eval.episodes else self._evaluator(slot, env)
         if config.task == "rl":
             assert env is not None
+            reader = None if config.dataset is None else self._reader(slot)
+            if reader is not None:
+                self.demonstrations[slot.name] = DemonstrationStream(reader, slot.spec.seed)
             producers.append(
                 RolloutProducer(
                     slot,
@@ -157,23 +168,11 @@ class Runtime:
                     self.lease_deadline_s,
                     self.reuse[slot.name].reuse,
                     self.passes[slot.name],
+                    reader if config.features.warm_up else None,
                 )
             )
             return producers
-        assert config.dataset is not None
-        dataset = self.datasets.pop(slot.name, None)
-        if dataset is None:
-            dataset = open_dataset(config.dataset, slot.spec.schema, dataset_root(config, self.config.data_dir))
-        reader = self.readers[slot.name] = DemonstrationReader(
-            dataset,
-            config.dataset,
-            slot.spec.schema,
-            self.backbone,
-            slot.head.feature_spec,
-            None if config.features.reuse == "never" else self.store,
-            self.passes[slot.name],
-            gamma=config.algorithm.gamma if config.algorithm is not None else None,
-        )
+        reader = self._reader(slot)
         status = self.status.tenants[slot.name]
 
         def on_progress(text: str) -> None:
@@ -193,6 +192,25 @@ class Runtime:
         if evaluator is not None:
             producers.append(EvaluationProducer(evaluator, self.quarantine))
         return producers
+
+    def _reader(self, slot: TenantSlot) -> DemonstrationReader:
+        config = slot.spec.config
+        assert config.dataset is not None
+        dataset = self.datasets.pop(slot.name, None)
+        if dataset is None:
+            dataset = open_dataset(config.dataset, slot.spec.schema, dataset_root(config, self.config.data_dir))
+        reader = self.readers[slot.name] = DemonstrationReader(
+            dataset,
+            config.dataset,
+            slot.spec.schema,
+            self.backbone,
+            slot.head.feature_spec,
+            # of an RL tenant `features.reuse` is about its rollouts
+            None if config.features.reuse == "never" and config.task != "rl" else self.store,
+            self.passes[slot.name],
+            config.algorithm if config.task == "offline_rl" else None,
+        )
+        return reader
 
     def _environment(self, slot: TenantSlot) -> SimulatorEnv | None:
         config = slot.spec.config
@@ -314,10 +332,43 @@ class Runtime:
     def actor_versions(self) -> dict[str, int]:
         return {name: slot.policy_version for name, slot in self.slots.items() if slot.quarantined is None}
 
+    def prepare_jobs(self) -> None:
+        """The stages of jobs that wait for the actor (``algorithm.proximal``), right before one of them is leased.
+
+        One job of a tenant at a time: its policy does not change until that job is trained, so what is computed here is
+        exactly what the job starts from.
+        """
+        for name in self.actor_versions():
+            slot = self.slots[name]
+            algorithm = slot.spec.config.algorithm
+            if algorithm is None or not algorithm.proximal or self.scheduler.depth(name):
+                continue
+            job = self.scheduler.lease_stage(JobState.NEEDS_ACTOR_FORWARD, self.lease_deadline_s, tenant_id=name)
+            if job is None:
+                continue
+            try:
+                self._actor_forward(slot, job)
+                advantage_stage(self.scheduler, self.queue, slot, self.lease_deadline_s)
+            except Exception as error:
+                self.quarantine(name, f"{type(error).__name__}: {error}", traceback.format_exc())
+
+    def _actor_forward(self, slot: TenantSlot, job: Job) -> None:
+        fields = ("vla_action", EXECUTED, *OBSERVED[job.metadata["features"]])
+        self.queue.release(job.partition_id, "actor_forward")
+        meta = self.queue.get_meta(fields, None, job.partition_id, "actor_forward")
+        assert meta is not None, f"job {job.job_id} waits for the actor without its columns"
+        start_s = self.events.now()
+        self.queue.put(self.actor_forward(slot, self.queue.get_data(meta)), metadata=meta)
+        self.queue.ack(meta)
+        self.events.span("actor", {slot.name: job.sample_count}, start_s, self.events.now(), kind="actor_forward")
+        self.scheduler.mark(
+            job.job_id, JobState.NEEDS_ADVANTAGES, lease_id=job.lease_id, proximal_policy_version=slot.policy_version
+        )
+
     def read(self, job: Job) -> Lease | None:
         """The columns of a leased job that its objective reads (views, no copy); None when it was ended meanwhile."""
-        fields = OBJECTIVE_FIELDS[job.task_type]
-        fields += ("features", "state") if job.metadata["features"] else ("observation", "language_instruction")
+        fields = job_fields(self.slots[job.tenant_id].spec.config)
+        fields += OBSERVED[job.metadata["features"]]
         self.queue.release(job.partition_id, "train")  # rows that an expired lease had handed out
         try:
             meta = self.queue.get_meta(fields, None, job.partition_id, "train")
@@ -347,7 +398,11 @@ class Runtime:
         status.jobs, status.version, status.loss = slot.jobs_completed, slot.policy_version, metrics["loss"]
         staleness = {}
         if job.behavior_policy_version is not None:
-            staleness["staleness"] = float(slot.policy_version - 1 - job.behavior_policy_version)
+            staleness = {
+                "staleness": float(slot.policy_version - 1 - job.behavior_policy_version),
+                "dropped": float(self.scheduler.dropped(slot.name)),
+                "in_flight_bound": float(self.scheduler.bound(slot.name)),
+            }
         passes = {"backbone_passes_per_observation": self.passes[slot.name].passes_per_observation}
         self.log(slot.name, "train", {**metrics, **staleness, **passes})
         evaluator = self.evaluators.get(slot.name)

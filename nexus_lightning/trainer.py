@@ -149,6 +149,7 @@ class NexusTrainer(L.Trainer):
     def fit(self, model: MultiTenantModule, ckpt_path: str | os.PathLike | None = None) -> None:  # type: ignore[override]
         """Train until every target is met, ``max_jobs`` or ``max_time`` is reached, or a signal asks to stop."""
         model.runtime = self.runtime
+        self.runtime.actor_forward = model.actor_forward
         path = None if ckpt_path is None else os.fspath(ckpt_path)
         super().fit(model, train_dataloaders=LeaseStream(self.runtime), ckpt_path=path, weights_only=True)
 
@@ -338,7 +339,7 @@ def build_slots(
             datasets[name] = open_dataset(tenant.dataset, spec.schema, dataset_root(tenant, config.data_dir))
             stats = dataset_stats(datasets[name], tenant.dataset, spec.schema)
         slot = build_slot(spec, backbone, *stats)
-        admission.admit(name, head_memory(slot.head, ema=slot.ema is not None).total_bytes)
+        admission.admit(name, head_memory(slot.head, slot.ema is not None, slot.critic).total_bytes)
         if name in payloads:
             load_start(slot, payloads[name], backbone)
         slots[name] = slot
@@ -372,7 +373,7 @@ def _banner(
     tenants = []
     for slot in slots.values():
         tenant = slot.spec.config
-        memory = head_memory(slot.head, ema=slot.ema is not None)
+        memory = head_memory(slot.head, slot.ema is not None, slot.critic)
         source = tenant.dataset.repo_id if tenant.dataset is not None else ""
         if tenant.task == "rl" and tenant.environment is not None:
             simulator = tenant.environment.simulator

@@ -188,6 +188,14 @@ def test_head_and_backbone_must_share_a_feature_kind(compose):
     assert "choose another head or backbone" in text
 
 
+def test_a_recipe_is_held_to_the_backbone_too_and_a_head_must_be_one(compose):
+    config = compose("+tenants=[maniskill]", "tenants.maniskill.init_from.recipe.head.kind=kv")
+    assert "tenants.maniskill.init_from.recipe.head on backbone EffNetMiniLM: kind='kv'" in problems(config)
+    config = compose("+tenants=[toy_sft]")
+    config.tenants["toy_sft"].head = {"_target_": "torch.nn.Identity", "lr": 1e-3}
+    assert "tenants.toy_sft.head=Identity: is not an ActionHead" in problems(config)
+
+
 class KVHead(LinearChunkHead):
     reads = ("kv",)
 
@@ -197,6 +205,10 @@ def test_an_average_is_for_supervised_tenants(compose):
     assert "tenants.toy.head.ema_decay=0.9: task rl must act with the weights it trains" in problems(config)
     config = compose("+tenants=[toy_sft]", "tenants.toy_sft.head.ema_decay=1.5")
     assert "tenants.toy_sft.head.ema_decay=1.5: must lie between 0 and 1" in problems(config)
+
+
+def test_a_minibatch_may_be_larger_than_the_rollout(compose):
+    validate(compose("+tenants=[toy]", "tenants.toy.algorithm.minibatch_size=97"))
 
 
 @pytest.mark.parametrize(
@@ -210,6 +222,8 @@ def test_an_average_is_for_supervised_tenants(compose):
         ({"name": "reinforce"}, "reinforce uses each rollout once; set it to 1"),
         ({"name": "trpo"}, "algorithm.name=trpo: choose one of ppo, grpo, reinforce"),
         ({"log_prob_level": "word"}, "log_prob_level=word: choose one of chunk, action, token"),
+        ({"minibatch_size": 50}, "minibatch_size=50: must divide the 96 decisions of a rollout"),
+        ({"minibatch_size": 0}, "minibatch_size=0: must be at least 1"),
         ({"discount_per": "hour"}, "discount_per=hour: choose one of chunk, step"),
     ],
 )

@@ -75,6 +75,17 @@ def test_early_success_inside_a_chunk_keeps_reward_and_masks_the_rest():
     assert (result.reward, result.success, result.terminated, result.truncated) == (1.5, True, True, False)
 
 
+def test_a_horizon_that_is_no_multiple_of_the_executed_chunk_cuts_the_last_one(make_env):
+    """The rule for it, hence nothing to refuse: the time limit ends a chunk like any other done."""
+    env = make_env(simulator={"horizon": 5, "step_reward": 1.0})  # 3 executed actions per chunk
+    first = step(env, env.reset())
+    last = step(env, first.exclude("reward"))
+    assert first["executed"][0].tolist() == [True, True, True, False] and not first["done"].item()
+    assert last["executed"][0].tolist() == [True, True, False, False]
+    assert (first["reward"].item(), last["reward"].item(), last["episode_length"].item()) == (3.0, 2.0, 5)
+    assert last["truncated"].item() and last["done"].item() and not last["terminated"].item()
+
+
 def test_final_observation_belongs_to_the_finished_episode(make_env):
     env = make_env(simulator={"goal": 0.9})
     td = env.reset()

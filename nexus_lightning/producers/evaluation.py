@@ -190,7 +190,10 @@ class Evaluator:
             recording = video and self.video_path is not None
             self.env.record_frames = recording
             start = self.clock()
-            episodes = evaluate_policy(self.env, policy, self.seeds, stopping)
+            try:
+                episodes = evaluate_policy(self.env, policy, self.seeds, stopping)
+            finally:
+                policy.rest()
             self.on_span(start, self.clock())
             if episodes is None:
                 return

@@ -10,16 +10,28 @@ from tensordict import TensorDict
 from torchrl.collectors import Collector
 
 from nexus_lightning.backbone import VLAFeature, concatenate_features
+from nexus_lightning.config import AlgorithmConfig
 from nexus_lightning.environment import SimulatorEnv
 from nexus_lightning.features.reuse import PassCounter, in_row_order
-from nexus_lightning.objectives.policy_gradient import EXECUTED, compute_advantages
+from nexus_lightning.objectives.policy_gradient import (
+    EXECUTED,
+    LOG_PROBS,
+    PROXIMAL_VALUE,
+    compute_advantages,
+    cut,
+    next_values,
+)
 from nexus_lightning.producers.base import Producer
+from nexus_lightning.producers.demonstrations import DemonstrationReader
 from nexus_lightning.producers.evaluation import Evaluator
 from nexus_lightning.queues.inference import ServedPolicies, TenantInferenceServer
 from nexus_lightning.queues.jobs import Job, JobState, Scheduler
 from nexus_lightning.queues.training import TrainingQueue
 from nexus_lightning.tenant import TenantSlot, derive_seed
 
+#: Columns of a partition that the advantage stage reads; of algorithms with a critic also the next ones.
+ADVANTAGE_FIELDS = (LOG_PROBS, EXECUTED, "reward", "done", "terminated", "episode_seed")
+CRITIC_FIELDS = ("state_value", "bootstrap")
 #: Rollout r draws its episode seeds from r * EPISODES_PER_ROLLOUT on, so that a rollout depends on its index alone.
 EPISODES_PER_ROLLOUT = 100_000
 
@@ -27,9 +39,13 @@ EPISODES_PER_ROLLOUT = 100_000
 class RolloutProducer(Producer):
     """version -> reserve -> roll out -> advantages -> ready, several jobs ahead of the actor up to the bounds.
 
+    With ``algorithm.proximal`` a job waits for the actor instead, which adds its own view of the rollout and then the
+    advantages when the job's turn has come (:meth:`~nexus_lightning.runtime.Runtime.prepare_jobs`).
+
     Every rollout starts from fresh resets and is a pure function of (tenant seed, rollout index, policy version): a
     resumed run needs the index alone. With ``reuse`` the features that the decisions were taken on go into the
-    partition in place of the images. Evaluations of the tenant run on the same simulators between two rollouts.
+    partition in place of the images. Evaluations of the tenant run on the same simulators between two rollouts. The
+    features of demonstrations that are mixed into the training (``warm_up``) are computed before the first one.
     """
 
     def __init__(
@@ -47,6 +63,7 @@ class RolloutProducer(Producer):
         lease_deadline_s: float,
         reuse: bool,
         passes: PassCounter,
+        warm_up: DemonstrationReader | None = None,
     ) -> None:
         super().__init__(slot.name, on_failure)
         algorithm = slot.spec.config.algorithm
@@ -54,12 +71,14 @@ class RolloutProducer(Producer):
         self.slot, self.env, self.evaluator, self.algorithm = slot, env, evaluator, algorithm
         self.served, self.server, self.scheduler, self.queue = served, server, scheduler, queue
         self.on_rollout, self.clock, self.lease_deadline_s = on_rollout, clock, lease_deadline_s
-        self.reuse, self.passes = reuse, passes
+        self.reuse, self.passes, self.warm_up = reuse, passes, warm_up
         self.policy = server.client(slot.name, sample=True)
         self.policy.record_features = reuse
 
     def produce(self) -> None:
         assert self.algorithm.chunks_per_job is not None, "validated with the config"
+        if self.warm_up is not None and not self.warm_up.warm_up(self.stopping.is_set):
+            return
         frames = self.env.num_envs * self.algorithm.chunks_per_job
         collector = Collector(
             self.env,
@@ -100,6 +119,8 @@ class RolloutProducer(Producer):
                 except Exception as error:
                     self.scheduler.fail(job.job_id, f"{type(error).__name__}: {error}")
                     raise
+                finally:
+                    self.policy.rest()  # what comes next may be a wait for the actor
             finally:
                 self.served.unpin(self.tenant, version)
             index += 1
@@ -118,62 +139,73 @@ class RolloutProducer(Producer):
         assert bool((rollout["policy_version"] == version).all()), "a rollout mixed policy versions"
         self.on_rollout(self.tenant, job, rollout_metrics(rollout), start, self.clock())
         self.passes.add(observed=rollout.numel(), encoded=rollout.numel())
-        partition = to_partition(rollout).flatten()
+        partition = to_partition(rollout)
+        if self.algorithm.name != "grpo":
+            partition["bootstrap"] = self._bootstrap_values(rollout)
+        partition = partition.flatten()
         if self.reuse:
             decisions = self.policy.take_features()
             assert len(decisions) == rollout.shape[1], "the policy was asked for something else than the rollout"
             features = concatenate_features(decisions)[in_row_order(decisions, self.env.num_envs)]
             partition = with_features(partition, cast(VLAFeature, features))
         self.queue.put(job.partition_id, partition, tenant_id=self.tenant)
-        self.scheduler.mark(job.job_id, JobState.NEEDS_ADVANTAGES)
-        self._advantages(rollout)
-
-    def _advantages(self, rollout: TensorDict) -> None:
-        """The advantage stage, under its own lease: metadata first, then data, then the derived columns."""
-        staged = self.scheduler.lease_stage(JobState.NEEDS_ADVANTAGES, self.lease_deadline_s, tenant_id=self.tenant)
-        if staged is None:  # closed or quarantined meanwhile
+        if self.algorithm.proximal:  # the actor goes on, right before it trains the job
+            self.scheduler.mark(job.job_id, JobState.NEEDS_ACTOR_FORWARD)
             return
-        rollout = rollout.copy()
-        if self.algorithm.name != "grpo":
-            values, asked = next_values(rollout, self.policy.value, self.algorithm.bootstrap_truncated)
-            rollout["next", "state_value"] = values
-            self.passes.add(observed=asked, encoded=asked)
-        meta = self.queue.get_meta([EXECUTED], staged.sample_count, staged.partition_id, "advantages")
-        assert meta is not None
-        self.queue.put(compute_advantages(rollout, self.algorithm).flatten(), metadata=meta)
-        self.queue.ack(meta)
-        self.scheduler.mark(staged.job_id, JobState.READY)
+        self.scheduler.mark(job.job_id, JobState.NEEDS_ADVANTAGES)
+        advantage_stage(self.scheduler, self.queue, self.slot, self.lease_deadline_s)
+
+    def _bootstrap_values(self, rollout: TensorDict) -> torch.Tensor:
+        """The critic of the state after each decision where the rollout was cut there, else 0; ``[N, L, 1]``."""
+        following = cast(TensorDict, rollout["next"])
+        values = torch.zeros_like(rollout["state_value"])
+        where = cut(following["done"], ended(following, self.algorithm)).squeeze(-1)
+        if bool(where.any()):
+            values[where] = self.policy.value(following[where])
+            count = int(where.sum())
+            self.passes.add(observed=count, encoded=count)
+        return values
 
 
-def next_values(
-    rollout: TensorDict, value: Callable[[TensorDict], torch.Tensor], bootstrap_truncated: bool = True
-) -> tuple[torch.Tensor, int]:
-    """Critic of the state after each decision.
+def ended(following: TensorDict, algorithm: AlgorithmConfig) -> torch.Tensor:
+    """After which decisions an episode is worth nothing more, bool ``[N, L, 1]``: its end, or the horizon as well."""
+    return following["terminated"] if algorithm.bootstrap_truncated else following["done"]
 
-    Args:
-        rollout: ``[N, L]`` with ``state_value`` ``[N, L, 1]`` and the states after it under ``next``.
-        value: the critic, asked only for states that no decision of the rollout was taken in.
-        bootstrap_truncated: False: the horizon ends an episode as a failure does.
 
-    Returns:
-        ``[N, L, 1]``, 0 where the episode ended; and for how many states ``value`` was asked.
+def advantage_stage(scheduler: Scheduler, queue: TrainingQueue, slot: TenantSlot, lease_deadline_s: float) -> None:
+    """Advantages of the tenant's next job that waits for them, under a lease: metadata, data, derived columns, READY.
+
+    Values are those that acted, or those of the actor-forward stage where there was one; the bootstrap at a cut is
+    always the former: the observation after a cut does not travel. Does nothing when no job waits (its tenant was
+    quarantined, the run is over).
     """
-    following = cast(TensorDict, rollout["next"])
-    done = following["done"].squeeze(-1)
-    ended = following["terminated"].squeeze(-1) if bootstrap_truncated else done
-    values = torch.zeros_like(rollout["state_value"])
-    values[:, :-1] = rollout["state_value"][:, 1:]
-    values[ended] = 0.0
-    cut = done & ~ended
-    cut[:, -1] = ~ended[:, -1]
-    count = int(cut.sum())
-    if count:
-        values[cut] = value(following[cut])
-    return values, count
+    algorithm, environment = slot.spec.config.algorithm, slot.spec.config.environment
+    assert algorithm is not None and environment is not None
+    job = scheduler.lease_stage(JobState.NEEDS_ADVANTAGES, lease_deadline_s, tenant_id=slot.name)
+    if job is None:
+        return
+    with_critic = algorithm.name != "grpo"
+    fields = ADVANTAGE_FIELDS + (CRITIC_FIELDS if with_critic else ())
+    if with_critic and algorithm.proximal:
+        fields += (PROXIMAL_VALUE,)
+    meta = queue.get_meta(fields, job.sample_count, job.partition_id, "advantages")
+    assert meta is not None, f"job {job.job_id} waits for advantages without its columns"
+    rollout = cast(TensorDict, queue.get_data(meta)).reshape(environment.num_envs, -1)
+    following = rollout.select("reward", "done", "terminated", EXECUTED)
+    if with_critic:
+        values = rollout["state_value"] = rollout[PROXIMAL_VALUE if algorithm.proximal else "state_value"]
+        following["state_value"] = next_values(
+            values, following["done"], ended(following, algorithm), rollout["bootstrap"]
+        )
+    rollout["next"] = following
+    queue.put(compute_advantages(rollout, algorithm).flatten(), metadata=meta)
+    queue.ack(meta)
+    scheduler.mark(job.job_id, JobState.READY, lease_id=job.lease_id)
 
 
 def to_partition(rollout: TensorDict) -> TensorDict:
-    """The columns that training reads, ``[N, L]``: observation, instruction, action, mask, behaviour statistics."""
+    """The columns that training and the stages before it read, ``[N, L]``: observation, instruction, action, mask,
+    outcome, behaviour statistics."""
     following = cast(TensorDict, rollout["next"])
     return TensorDict(
         {
@@ -181,7 +213,8 @@ def to_partition(rollout: TensorDict) -> TensorDict:
             "language_instruction": rollout["language_instruction"],
             "vla_action": rollout["vla_action"],
             "state_value": rollout["state_value"],
-            EXECUTED: following[EXECUTED],
+            **{key: following[key] for key in (EXECUTED, "reward", "done", "terminated")},
+            "episode_seed": rollout["episode_seed"],
             "policy_version": rollout["policy_version"],
         },
         rollout.batch_size,
