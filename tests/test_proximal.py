@@ -226,9 +226,8 @@ def test_the_actor_sees_every_job_right_before_it_trains_it(toy, monkeypatch, na
         assert job.metadata["proximal_policy_version"] == version, "nothing was trained in between"
         assert list(job.timestamps) == [*stages, "ready", "leased", "completed"]
     assert max(metrics_of(run, "train/toy/staleness")) == 1, "two in flight"
-    assert (
-        metrics_of(run, "train/toy/dropped") == [0.0] * 6 and metrics_of(run, "train/toy/in_flight_bound") == [2.0] * 6
-    )
+    assert set(metrics_of(run, "train/toy/dropped")) == {0.0}  # per rollout; the last ones may not end with the run
+    assert set(metrics_of(run, "train/toy/in_flight_bound")) == {2.0}
     if name == "ppo":  # grpo may have a job without a group that counts
         assert len(metrics_of(run, "train/toy/importance_weight")) == 4
         assert set(metrics_of(run, "train/toy/entropy")) and len(metrics_of(run, "train/toy/explained_variance")) == 4
