@@ -19,6 +19,7 @@ from dataclasses import asdict, dataclass, field, is_dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from hydra.core.config_store import ConfigStore
 from hydra.utils import get_class
 from omegaconf import MISSING, DictConfig, OmegaConf
@@ -28,6 +29,7 @@ from nexus_lightning.conventions import DatasetConventions, DatasetConverter
 from nexus_lightning.demonstrations import RECORD_FILE, describe_recording
 from nexus_lightning.head import ActionHead, choose_kind
 from nexus_lightning.schema import TenantSchema
+from nexus_lightning.simulator import Simulator, task_configs
 
 TASKS = ("sft", "rl", "offline_rl")
 #: Keys of a head's YAML that configure its optimizer and its feature; the rest are arguments of the head class.
@@ -128,6 +130,10 @@ class EnvironmentConfig:
     simulator: dict[str, Any] = MISSING  # `_target_` of a Simulator and its arguments
     num_envs: int = 2  # simulators for rollouts, one process each
     inline: bool = False  # run light simulators inside this process
+    tasks: list[Any] = field(default_factory=list)  # several tasks: values of the simulator's task_id, task ...
+    batched: Any = "auto"  # all in one process on the GPU | auto: if simulator and machine can | true | false
+    max_resets: int | None = None  # start a process anew after so many episodes; null: never
+    max_memory_gb: float | None = None  # start a process anew when it has grown beyond this; null: never
 
 
 @dataclass
@@ -170,8 +176,8 @@ class AlgorithmConfig:
 @dataclass
 class EvalConfig:
     every_n_jobs: int | None = None  # null: only at the start and the end of the run
-    episodes: int = 20  # 0: no evaluation
-    first_seed: int = 0  # (task, seed) pairs first_seed ... first_seed + episodes - 1, each counted once
+    episodes: int = 20  # of every task; 0: no evaluation
+    first_seed: int = 0  # seeds first_seed ... first_seed + episodes - 1, each (task, seed) counted once
     num_envs: int = 1  # simulators of an SFT tenant's evaluation; an RL tenant evaluates on its rollout simulators
     at_start: bool = True
     video: bool = True  # the last evaluation's first episode as <run>/videos/<tenant>.mp4
@@ -564,6 +570,55 @@ def _environment_problems(key: str, tenant: TenantConfig) -> list[str]:
             f"{key}.environment.simulator.image_size={size}: differs from {key}.schema.image_size="
             f"{tenant.schema.image_size}"
         )
+    return [*problems, *process_problems(key, environment, cls), *_task_problems(key, tenant, cls)]
+
+
+def process_problems(key: str, environment: EnvironmentConfig, cls: Any) -> list[str]:
+    """What concerns the simulators' processes: batching on the GPU and recycling."""
+    problems = []
+    if environment.batched not in ("auto", True, False):
+        problems.append(f"{key}.environment.batched={environment.batched}: choose auto, true or false")
+    elif environment.batched is True:
+        where = f"{key}.environment.batched=true"
+        if getattr(cls, "batched", None) is None:
+            problems.append(f"{where}: {cls.__name__} has no batched form; set it to auto or false")
+        elif not torch.cuda.is_available():
+            problems.append(f"{where}: there is no CUDA device here; set it to auto or false")
+        if len(environment.tasks) > 1:
+            problems.append(f"{where}: a batch holds one task, {key}.environment.tasks lists {len(environment.tasks)}")
+        if environment.inline:
+            problems.append(f"{where}: {key}.environment.inline=true runs light simulators without any process")
+    for name in ("max_resets", "max_memory_gb"):
+        value = getattr(environment, name)
+        if value is not None and value <= 0:
+            problems.append(f"{key}.environment.{name}={value}: must be positive, or null")
+        if value is not None and environment.inline:
+            problems.append(
+                f"{key}.environment.{name}={value}: inline simulators have no process to restart; remove it"
+            )
+    return problems
+
+
+def _task_problems(key: str, tenant: TenantConfig, cls: Any) -> list[str]:
+    """Schema and task descriptions must fit, for every task; the simulator's class answers without being built."""
+    assert tenant.environment is not None
+    simulator, tasks = tenant.environment.simulator, tenant.environment.tasks
+    try:
+        configs = task_configs(simulator, tasks)
+    except ValueError as error:
+        return [f"{key}.environment.{error}"]
+    if not (isinstance(cls, type) and issubclass(cls, Simulator)) or schema_of(tenant.schema).problems():
+        return []
+    problems = []
+    for config, task in zip(configs, tasks or [None], strict=True):
+        where = f"{key}.schema" if task is None else f"{key}.schema in task {task}"
+        arguments = {name: value for name, value in config.items() if name != "_target_"}
+        problems += [f"{where}: {p}" for p in cls.problems(arguments, schema_of(tenant.schema))]
+    if tasks and tenant.dataset is not None and tenant.dataset.record is not None:
+        problems.append(
+            f"{key}.dataset.record: records one task, {key}.environment.tasks lists {len(tasks)}; give a dataset of "
+            "all of them in dataset.root, or leave environment.tasks empty"
+        )
     return problems
 
 
@@ -749,6 +804,11 @@ def _group_problems(
     if environment is not None and environment.num_envs % size:
         problems.append(f"{where}: must divide {key}.environment.num_envs={environment.num_envs}")
     horizon = None if environment is None else environment.simulator.get("horizon")
+    if environment is not None and len(environment.tasks) > 1 and environment.num_envs // size % len(environment.tasks):
+        problems.append(
+            f"{key}.environment.num_envs={environment.num_envs}: grpo with {len(environment.tasks)} tasks needs a "
+            f"multiple of {size * len(environment.tasks)}, so that every rollout holds the tasks alike"
+        )
     assert algorithm.chunks_per_job is not None
     if isinstance(horizon, int) and algorithm.chunks_per_job * execute < horizon:
         problems.append(

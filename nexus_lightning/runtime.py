@@ -16,7 +16,7 @@ from tensordict import TensorDict
 from nexus_lightning.backbone import Backbone
 from nexus_lightning.checkpoint import write_payload
 from nexus_lightning.config import NexusConfig, dataset_root
-from nexus_lightning.environment import SimulatorEnv
+from nexus_lightning.environment import SimulatorEnv, make_env
 from nexus_lightning.features.reuse import PassCounter, plan_reuse
 from nexus_lightning.features.store import FeatureStore
 from nexus_lightning.loop import Lease
@@ -31,7 +31,13 @@ from nexus_lightning.producers.demonstrations import (
     DemonstrationStream,
     open_dataset,
 )
-from nexus_lightning.producers.evaluation import EvalResult, EvaluationProducer, Evaluator, result_dict
+from nexus_lightning.producers.evaluation import (
+    EvalResult,
+    EvaluationProducer,
+    Evaluator,
+    list_episodes,
+    result_dict,
+)
 from nexus_lightning.producers.rollouts import RolloutProducer, advantage_stage
 from nexus_lightning.queues.inference import ServedPolicies, TenantInferenceServer
 from nexus_lightning.queues.jobs import Job, JobState, LeaseLost, Scheduler
@@ -216,28 +222,34 @@ class Runtime:
         config = slot.spec.config
         if config.environment is None or (config.task != "rl" and not config.eval.episodes):
             return None
-        return SimulatorEnv(
-            config.environment.simulator,
+        env = make_env(
+            config.environment,
             slot.spec.schema,
             slot.normalizer,
             num_envs=config.environment.num_envs if config.task == "rl" else config.eval.num_envs,
             seed=derive_seed(slot.spec.seed, "environment") % 2**31,
             tenant=slot.name,
-            inline=config.environment.inline,
             group_size=1 if config.algorithm is None else config.algorithm.group_size or 1,
         )
+        env.on_recycle = lambda index, reason: self.events.point(
+            "simulator_recycled", slot.name, simulator=index, reason=reason, count=env.recycled
+        )
+        return env
 
     def _evaluator(self, slot: TenantSlot, env: SimulatorEnv) -> Evaluator:
         config = slot.spec.config.eval
-        episodes = 1 if self.config.trainer.fast_dev_run else config.episodes
+        if self.config.trainer.fast_dev_run:
+            episodes = [(0, config.first_seed)]
+        else:
+            episodes = list_episodes(len(env.task_names), config.first_seed, config.episodes)
         evaluator = Evaluator(
             slot.name,
             env,
             self.served,
             self.server,
-            list(range(config.first_seed, config.first_seed + episodes)),
+            episodes,
             self._on_evaluation,
-            lambda start, end: self.events.span("environment", {slot.name: episodes}, start, end, kind="eval"),
+            lambda start, end: self.events.span("environment", {slot.name: len(episodes)}, start, end, kind="eval"),
             self.events.now,
             self.run_dir / "videos" / f"{slot.name}.mp4" if config.video else None,
         )
@@ -513,6 +525,7 @@ class Runtime:
         slot = self.slots[result.tenant]
         slot.evaluations.append({**result_dict(result), "jobs_completed": slot.jobs_completed})
         self.status.tenants[result.tenant].success_rate = result.success_rate
+        tasks = {f"success_rate_{r.task}": r.success_rate for r in result.by_task} if len(result.by_task) > 1 else {}
         self.log(
             result.tenant,
             "eval",
@@ -524,6 +537,7 @@ class Runtime:
                 "episode_return": result.episode_return,
                 "episode_length": result.episode_length,
                 "policy_version": float(result.policy_version),
+                **tasks,
             },
         )
         if video is not None:

@@ -427,7 +427,10 @@ def _summary(runtime: Runtime, module: MultiTenantModule) -> dict[str, Any]:
     keys = ("success_rate", "n", "ci_low", "ci_high", "policy_version", "episode_return", "episode_length")
     tenants = {}
     for name, slot in runtime.slots.items():
-        evaluations = [{k: e[k] for k in keys} for e in slot.evaluations]
+        evaluations = [
+            {k: e[k] for k in keys} | ({"by_task": e["by_task"]} if len(e.get("by_task", ())) > 1 else {})
+            for e in slot.evaluations
+        ]
         tenants[name] = {
             "task": slot.spec.config.task,
             "jobs_completed": slot.jobs_completed,
