@@ -248,15 +248,13 @@ def test_iql_joins_two_half_good_recordings_and_nothing_else_does(recordings):
 
 def test_the_learned_value_is_the_expectile_of_the_data(recordings):
     """At the junction half of the data end with 0 and half with 1: the tau-expectile of that coin is tau."""
-    for expectile in (0.5, 0.8):
-        objective = objective_of(
-            AlgorithmConfig(name="iql", gamma=1.0, expectile=expectile, value_warmup_jobs=10_000, target_rate=0.05)
-        )
-        batch = recordings.clone()
-        batch["discount"] = (batch["discount"] > 0).float()
-        parameters = [*objective.head.parameters(), *objective.critic.networks.parameters()]
-        head = fitted(objective, parameters, batch)
-        assert float(head.value(features_of(1), torch.eye(6)[2:3])) == pytest.approx(expectile, abs=0.05)
+    objective = objective_of(
+        AlgorithmConfig(name="iql", gamma=1.0, expectile=0.8, value_warmup_jobs=10_000, target_rate=0.05)
+    )
+    batch = recordings.clone()
+    batch["discount"] = (batch["discount"] > 0).float()
+    head = fitted(objective, [*objective.head.parameters(), *objective.critic.networks.parameters()], batch)
+    assert float(head.value(features_of(1), torch.eye(6)[2:3])) == pytest.approx(0.8, abs=0.05)
 
 
 def test_a_flow_head_is_matched_to_what_weighs_most():
