@@ -7,7 +7,7 @@ that inference serves and the spare copy that the next publication reuses; ``ema
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import psutil
@@ -32,14 +32,22 @@ class HeadMemory:
     Attributes:
         parameters: trainable parameters.
         weights_bytes: parameters and buffers, once.
+        gradient_bytes: of the trainable parameters.
         adam_bytes: both moments.
-        total_bytes: weights, gradients, moments, served copies, average.
+        served_bytes: the copies that inference holds.
+        ema_bytes: the running average, 0 without one.
     """
 
     parameters: int
     weights_bytes: int
+    gradient_bytes: int
     adam_bytes: int
-    total_bytes: int
+    served_bytes: int
+    ema_bytes: int
+
+    @property
+    def total_bytes(self) -> int:
+        return self.weights_bytes + self.gradient_bytes + self.adam_bytes + self.served_bytes + self.ema_bytes
 
 
 def head_memory(head: ActionHead, ema: bool = False) -> HeadMemory:
@@ -47,18 +55,32 @@ def head_memory(head: ActionHead, ema: bool = False) -> HeadMemory:
     trainable = [p for p in head.parameters() if p.requires_grad]
     gradients = sum(p.numel() * p.element_size() for p in trainable)
     weights = module_bytes(head)
-    copies = 1 + SERVED_COPIES + int(ema)
     return HeadMemory(
         parameters=sum(p.numel() for p in trainable),
         weights_bytes=weights,
+        gradient_bytes=gradients,
         adam_bytes=2 * gradients,
-        total_bytes=copies * weights + 3 * gradients,
+        served_bytes=SERVED_COPIES * weights,
+        ema_bytes=weights if ema else 0,
     )
 
 
 def module_bytes(module: nn.Module) -> int:
     """Parameters and buffers."""
     return sum(t.numel() * t.element_size() for t in (*module.parameters(), *module.buffers()))
+
+
+def shard_units(backbone: Backbone) -> list[nn.Module]:
+    """The backbone's shardable units: the layers of its outermost ``nn.ModuleList``s."""
+    units: list[nn.Module] = []
+    todo: list[nn.Module] = [backbone]
+    while todo:
+        for child in todo.pop().children():
+            if isinstance(child, nn.ModuleList):
+                units += child
+            else:
+                todo.append(child)
+    return units
 
 
 def feature_bytes(feature: VLAFeature) -> int:
@@ -134,8 +156,9 @@ def estimate(config: NexusConfig, backbone: Backbone | None = None) -> dict[str,
         backbone: an already built one; None builds the architecture alone.
 
     Returns:
-        ``{"backbone": {"name", "parameters", "bytes"}, "tenants": {name: {"head", "kind", "parameters",
-        "weights_bytes", "adam_bytes", "total_bytes"}}, "total_bytes"}``.
+        ``{"backbone": {"name", "parameters", "bytes", "buffer_bytes", "unit_parameters", "root_parameters"},
+        "tenants": {name: {"head", "kind", <fields of HeadMemory>, "total_bytes"}}, "total_bytes"}``; of the backbone's
+        shardable units the parameters of the largest one, and those outside every unit.
     """
     backbone = meta_backbone(config.backbone) if backbone is None else backbone
     tenants: dict[str, Any] = {}
@@ -146,11 +169,17 @@ def estimate(config: NexusConfig, backbone: Backbone | None = None) -> dict[str,
         except (ImportError, OSError, ValueError) as error:
             raise ConfigError([f"tenants.{name}: {error}"]) from error
         memory = head_memory(head, ema=tenant.head.get("ema_decay") is not None)
-        tenants[name] = {"head": type(head).__name__, "kind": head.feature_spec.kind, **memory.__dict__}
+        tenants[name] = {"head": type(head).__name__, "kind": head.feature_spec.kind, **asdict(memory)}
+        tenants[name]["total_bytes"] = memory.total_bytes
+    parameters = sum(p.numel() for p in backbone.parameters())
+    units = [sum(p.numel() for p in unit.parameters()) for unit in shard_units(backbone)]
     held = {
         "name": type(backbone).__name__,
-        "parameters": sum(p.numel() for p in backbone.parameters()),
+        "parameters": parameters,
         "bytes": module_bytes(backbone),
+        "buffer_bytes": sum(b.numel() * b.element_size() for b in backbone.buffers()),
+        "unit_parameters": max(units, default=0),
+        "root_parameters": parameters - sum(units),
     }
     total = held["bytes"] + sum(t["total_bytes"] for t in tenants.values())
     return {"backbone": held, "tenants": tenants, "total_bytes": total}
