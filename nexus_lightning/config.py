@@ -52,6 +52,8 @@ ALGORITHM_CHOICES = {
     "log_prob": ("sum", "mean"),
 }
 FEATURE_REUSE = ("auto", "always", "never")
+STRATEGIES = ("auto", "single", "ddp", "fsdp2")
+PRECISIONS = ("32-true", "bf16-true", "bf16-mixed", "64-true")
 TENANT_NAME = re.compile(r"^[A-Za-z][A-Za-z0-9_-]{0,63}$")
 
 
@@ -243,11 +245,42 @@ class QueuesConfig:
 
 
 @dataclass
+class BackbonePlacement:
+    """Where the frozen weights live. Ranks = ``replicate * shard``; a null degree follows from the other one."""
+
+    replicate: int | None = None  # copies of the backbone over all ranks
+    shard: int | None = None  # ranks that hold one copy together (FSDP2); 1: whole on every rank
+    reshard_after_forward: bool = True  # give gathered weights back after each unit's forward
+    param_dtype: str | None = None  # fp32 | bf16: dtype of the gathered weights; null: as they are stored
+    cpu_offload: bool = False  # keep the shards in host memory
+
+
+@dataclass
+class HeadsPlacement:
+    shard: int = 1  # 1: every head whole on every rank; more: over the ranks that hold one backbone copy
+
+
+@dataclass
+class InferencePlacement:
+    device: str = "training"  # training: same device, same weights | a device such as cuda:1: a whole copy there
+
+
+@dataclass
 class PlacementConfig:
+    """Who lives where; :func:`nexus_lightning.placement.plan.resolve` turns it into a plan for the ranks there are.
+
+    One rank is one process with one training device; how many there are is the launcher's business (torchrun).
+    """
+
+    strategy: str = "auto"  # auto | single | ddp | fsdp2
     accelerator: str = "auto"
-    devices: int = 1
     precision: str = "32-true"
-    torch_threads: int | None = None  # intra-op threads of this process; null: torch's default
+    torch_threads: int | None = None  # intra-op threads of each process; null: torch's default
+    backbone: BackbonePlacement = field(default_factory=BackbonePlacement)
+    heads: HeadsPlacement = field(default_factory=HeadsPlacement)
+    inference: InferencePlacement = field(default_factory=InferencePlacement)
+    environments: dict[str, list[int]] = field(default_factory=dict)  # tenant -> ranks of its simulators; else all
+    max_simulators_per_rank: int | None = None  # more are refused
 
 
 @dataclass
@@ -412,13 +445,7 @@ def validate(config: NexusConfig) -> None:
         if other != name:
             problems.append(f"tenants.{name}: differs from tenants.{other} only in case; choose another name")
         problems += _tenant_problems(f"tenants.{name}", name, tenant, config, backbone)
-    if config.placement.precision not in ("32-true", "bf16-true", "bf16-mixed", "64-true"):
-        problems.append(
-            f"placement.precision={config.placement.precision}: use 32-true, bf16-true, bf16-mixed or 64-true "
-            "(16-mixed shares one gradient scaler between tenants)"
-        )
-    if config.placement.devices != 1:
-        problems.append(f"placement.devices={config.placement.devices}: only 1 is supported so far")
+    problems += _placement_problems(config)
     inference = config.queues.inference
     if inference.max_batch_size < 1:
         problems.append(f"queues.inference.max_batch_size={inference.max_batch_size}: must be at least 1")
@@ -442,6 +469,40 @@ def validate(config: NexusConfig) -> None:
         )
     if problems:
         raise ConfigError(problems)
+
+
+def _placement_problems(config: NexusConfig) -> list[str]:
+    """What is wrong whatever the number of ranks; :func:`nexus_lightning.placement.plan.resolve` checks the rest."""
+    placement, problems = config.placement, []
+    if placement.strategy not in STRATEGIES:
+        problems.append(f"placement.strategy={placement.strategy}: choose one of {', '.join(STRATEGIES)}")
+    if placement.precision not in PRECISIONS:
+        problems.append(
+            f"placement.precision={placement.precision}: use {', '.join(PRECISIONS)} "
+            "(16-mixed shares one gradient scaler between tenants)"
+        )
+    backbone = placement.backbone
+    degrees = {"backbone.replicate": backbone.replicate, "backbone.shard": backbone.shard}
+    degrees |= {"heads.shard": placement.heads.shard, "max_simulators_per_rank": placement.max_simulators_per_rank}
+    degrees["torch_threads"] = placement.torch_threads
+    for name, value in degrees.items():
+        if value is not None and value < 1:
+            problems.append(f"placement.{name}={value}: must be at least 1")
+    if backbone.param_dtype not in (None, "fp32", "bf16"):
+        problems.append(f"placement.backbone.param_dtype={backbone.param_dtype}: choose fp32 or bf16, or null")
+    if not re.fullmatch(r"training|cpu|cuda:\d+", placement.inference.device):
+        problems.append(
+            f"placement.inference.device={placement.inference.device}: choose training, cpu or a device such as cuda:1"
+        )
+    for tenant, ranks in placement.environments.items():
+        where = f"placement.environments.{tenant}={ranks}"
+        if tenant not in config.tenants:
+            problems.append(f"{where}: no such tenant; tenants are {', '.join(config.tenants)}")
+        elif config.tenants[tenant].environment is None:
+            problems.append(f"{where}: this tenant has no simulators")
+        if not ranks or len(set(ranks)) < len(ranks) or min(ranks) < 0:
+            problems.append(f"{where}: give different ranks, counted from 0")
+    return problems
 
 
 def _tenant_problems(key: str, name: str, tenant: TenantConfig, config: NexusConfig, backbone: Any) -> list[str]:

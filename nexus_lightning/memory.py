@@ -11,7 +11,7 @@ import ctypes
 import functools
 import platform
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import psutil
@@ -53,14 +53,22 @@ class HeadMemory:
     Attributes:
         parameters: trainable parameters.
         weights_bytes: parameters and buffers, once.
+        gradient_bytes: of the trainable parameters.
         adam_bytes: both moments.
-        total_bytes: weights, gradients, moments, served copies, average.
+        served_bytes: the copies that inference holds.
+        ema_bytes: the running average, 0 without one.
     """
 
     parameters: int
     weights_bytes: int
+    gradient_bytes: int
     adam_bytes: int
-    total_bytes: int
+    served_bytes: int
+    ema_bytes: int
+
+    @property
+    def total_bytes(self) -> int:
+        return self.weights_bytes + self.gradient_bytes + self.adam_bytes + self.served_bytes + self.ema_bytes
 
 
 def head_memory(head: ActionHead, ema: bool = False, critic: nn.Module | None = None) -> HeadMemory:
@@ -69,18 +77,32 @@ def head_memory(head: ActionHead, ema: bool = False, critic: nn.Module | None = 
     trainable = [p for p in (*head.parameters(), *critic.parameters()) if p.requires_grad]
     gradients = sum(p.numel() * p.element_size() for p in trainable)
     weights = module_bytes(head) + module_bytes(critic)
-    copies = SERVED_COPIES + int(ema)
     return HeadMemory(
         parameters=sum(p.numel() for p in trainable),
         weights_bytes=weights,
+        gradient_bytes=gradients,
         adam_bytes=2 * gradients,
-        total_bytes=weights + copies * module_bytes(head) + 3 * gradients,
+        served_bytes=SERVED_COPIES * module_bytes(head),
+        ema_bytes=module_bytes(head) if ema else 0,
     )
 
 
 def module_bytes(module: nn.Module) -> int:
     """Parameters and buffers."""
     return sum(t.numel() * t.element_size() for t in (*module.parameters(), *module.buffers()))
+
+
+def shard_units(backbone: Backbone) -> list[nn.Module]:
+    """The backbone's shardable units: the layers of its outermost ``nn.ModuleList``s."""
+    units: list[nn.Module] = []
+    todo: list[nn.Module] = [backbone]
+    while todo:
+        for child in todo.pop().children():
+            if isinstance(child, nn.ModuleList):
+                units += child
+            else:
+                todo.append(child)
+    return units
 
 
 def feature_bytes(feature: VLAFeature) -> int:
@@ -156,8 +178,9 @@ def estimate(config: NexusConfig, backbone: Backbone | None = None) -> dict[str,
         backbone: an already built one; None builds the architecture alone.
 
     Returns:
-        ``{"backbone": {"name", "parameters", "bytes"}, "tenants": {name: {"head", "kind", "parameters",
-        "weights_bytes", "adam_bytes", "total_bytes"}}, "total_bytes"}``.
+        ``{"backbone": {"name", "parameters", "bytes", "buffer_bytes", "unit_parameters", "root_parameters"},
+        "tenants": {name: {"head", "kind", <fields of HeadMemory>, "total_bytes"}}, "total_bytes"}``; of the backbone's
+        shardable units the parameters of the largest one, and those outside every unit.
     """
     backbone = meta_backbone(config.backbone) if backbone is None else backbone
     tenants: dict[str, Any] = {}
@@ -169,11 +192,17 @@ def estimate(config: NexusConfig, backbone: Backbone | None = None) -> dict[str,
             raise ConfigError([f"tenants.{name}: {error}"]) from error
         critic = build_critic(tenant, head, derive_seed(spec.seed, "critic"))
         memory = head_memory(head, tenant.head.get("ema_decay") is not None, critic)
-        tenants[name] = {"head": type(head).__name__, "kind": head.feature_spec.kind, **memory.__dict__}
+        tenants[name] = {"head": type(head).__name__, "kind": head.feature_spec.kind, **asdict(memory)}
+        tenants[name]["total_bytes"] = memory.total_bytes
+    parameters = sum(p.numel() for p in backbone.parameters())
+    units = [sum(p.numel() for p in unit.parameters()) for unit in shard_units(backbone)]
     held = {
         "name": type(backbone).__name__,
-        "parameters": sum(p.numel() for p in backbone.parameters()),
+        "parameters": parameters,
         "bytes": module_bytes(backbone),
+        "buffer_bytes": sum(b.numel() * b.element_size() for b in backbone.buffers()),
+        "unit_parameters": max(units, default=0),
+        "root_parameters": parameters - sum(units),
     }
     total = held["bytes"] + sum(t["total_bytes"] for t in tenants.values())
     return {"backbone": held, "tenants": tenants, "total_bytes": total}

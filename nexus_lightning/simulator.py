@@ -21,6 +21,7 @@ import multiprocessing
 import os
 import signal
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Collection, Mapping, Sequence
@@ -506,7 +507,7 @@ class SimulatorProcess:
 
 
 def prepare_worker_process() -> None:
-    """Settings of a process that runs a simulator: one thread each, no stdin, Ctrl-C is the parent's business."""
+    """Settings of a process that runs a simulator: one thread each, no stdin, signals are for the parent."""
     for name, value in WORKER_ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     # Some simulators ask questions on stdin at import or when an asset is missing: an end of file answers at once.
@@ -514,6 +515,23 @@ def prepare_worker_process() -> None:
     os.dup2(null, 0)
     os.close(null)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    if sys.platform == "linux":
+        _end_only_for(os.getppid())
+
+
+def _end_only_for(parent: int) -> None:
+    """Heed SIGTERM only from the parent (multiprocessing sends it to daemons at exit).
+
+    Slurm sends it to every process of a job; the parent still needs its simulators to finish what it does and save.
+    """
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+
+    def watch() -> None:
+        while signal.sigwaitinfo({signal.SIGTERM}).si_pid != parent:
+            pass
+        os._exit(128 + signal.SIGTERM)
+
+    threading.Thread(target=watch, name="sigterm", daemon=True).start()
 
 
 def limit_torch_threads() -> None:

@@ -124,7 +124,7 @@ class NexusTrainer(L.Trainer):
             callbacks.append(NexusProgressBar(runtime.status))
         super().__init__(
             accelerator=config.placement.accelerator,
-            devices=config.placement.devices,
+            devices=int(os.environ.get("LOCAL_WORLD_SIZE", 1)),
             precision=config.placement.precision,  # type: ignore[arg-type]
             logger=loggers or False,
             callbacks=callbacks,
@@ -409,7 +409,7 @@ def _banner(
             "reason": f"placement.accelerator={config.placement.accelerator}",
         },
         tenants=tenants,
-        placement={"devices": config.placement.devices, "torch threads": torch.get_num_threads()},
+        placement={"torch threads": torch.get_num_threads()},
         queues={
             "inference batch": config.queues.inference.max_batch_size,
             "wait": f"{config.queues.inference.timeout_s * 1e3:g} ms",

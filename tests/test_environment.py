@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
+import subprocess
 import sys
 from pathlib import Path
 
@@ -274,6 +275,21 @@ def test_a_killed_worker_is_named_and_restarts(make_env):
     again = td["observation", "state"][:, 3].int().tolist()
     assert again[0] == pids[0] and again[1] != pids[1]
     assert step(env, td)["executed"].sum() == 6
+
+
+def test_a_stop_signal_to_the_whole_job_leaves_the_simulators_to_their_parent(make_env):
+    """Slurm signals every process of a job: the simulators still serve while the parent finishes and saves."""
+    env = make_env(num_envs=2, inline=False)
+    td = env.reset()
+    for pid in td["observation", "state"][:, 3].int().tolist():
+        os.kill(pid, signal.SIGTERM)  # from the parent itself: multiprocessing ends daemons like this
+    with pytest.raises(SimulatorDied):
+        step(env, td)
+    td = env.reset()
+    pids = td["observation", "state"][:, 3].int().tolist()
+    subprocess.run(["kill", "-TERM", *map(str, pids)], check=True)  # from anybody else
+    assert step(env, td)["executed"].sum() == 6
+    assert env.reset()["observation", "state"][:, 3].int().tolist() == pids
 
 
 def test_exit_exception_and_timeout_in_a_worker(make_env):

@@ -78,7 +78,7 @@ def prepare(options: argparse.Namespace) -> torch.device:
     device = torch.device(options.device)
     if device.type == "cuda" and not torch.cuda.is_available():
         raise ValueError(f"--device {options.device}: torch {torch.__version__} finds no CUDA device; use --device cpu")
-    threads = options.threads or load_node("placement", "single")["torch_threads"]
+    threads = options.threads or load_node("placement", "auto")["torch_threads"]
     if threads is not None:
         torch.set_num_threads(threads)
     keep_freed_memory()  # as a run does

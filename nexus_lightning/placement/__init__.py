@@ -1,0 +1,1 @@
+"""Which rank and device holds what."""
