@@ -90,7 +90,7 @@ class SimulatorEnv(EnvBase):
     last one of that episode. Resets are partial (``_reset`` mask), as TorchRL's collectors and ``rollout`` do them. An
     env that is done and not yet reset ignores steps: reward 0, nothing executed, still done.
 
-    Seeds: env i starts its k-th episode with a seed derived from ``(seed, i // group_size, k)``;
+    Seeds: env i starts its k-th episode with a seed derived from ``(seed, (first_env + i) // group_size, k)``;
     :attr:`episodes_started` holds the k's. :meth:`set_episodes` fixes the seeds to run instead; an env that finds none
     left is *exhausted*: its reset gives its last observation back, its steps do nothing and are done.
 
@@ -109,6 +109,7 @@ class SimulatorEnv(EnvBase):
         tenant: name for messages.
         inline: run the simulators in this process, one after the other (for light ones).
         group_size: neighbouring envs that start their k-th episodes alike (GRPO compares them).
+        first_env: number of env 0 among the tenant's simulators on all ranks.
         record_frames: keep a video frame of env 0 at each reset and chunk end, see :meth:`pop_frames`.
         start_timeout_s: time for starting a process and its first reset.
         step_timeout_s: time for each later reset or chunk.
@@ -131,6 +132,7 @@ class SimulatorEnv(EnvBase):
         tenant: str = "",
         inline: bool = False,
         group_size: int = 1,
+        first_env: int = 0,
         record_frames: bool = False,
         start_timeout_s: float = 600.0,
         step_timeout_s: float = 120.0,
@@ -148,7 +150,7 @@ class SimulatorEnv(EnvBase):
         self.record_frames = record_frames
         self.start_timeout_s = start_timeout_s
         self.step_timeout_s = step_timeout_s
-        self.group_size = group_size
+        self.group_size, self.first_env = group_size, first_env
         self._kind = InlineSimulator if inline else SimulatorProcess
         self._workers: list[InlineSimulator | SimulatorProcess | None] = [None] * num_envs
         self._episodes = [_Episode() for _ in range(num_envs)]
@@ -246,7 +248,8 @@ class SimulatorEnv(EnvBase):
             return self._fixed_seeds.popleft() if self._fixed_seeds else None
         k = self._episodes_started[i]
         self._episodes_started[i] += 1
-        return int(np.random.SeedSequence((self._seed, i // self.group_size, k)).generate_state(1)[0] & 0x7FFFFFFF)
+        number = (self.first_env + i) // self.group_size
+        return int(np.random.SeedSequence((self._seed, number, k)).generate_state(1)[0] & 0x7FFFFFFF)
 
     def _reset(self, tensordict: TensorDictBase | None = None, **kwargs: Any) -> TensorDict:
         mask = None if tensordict is None else tensordict.get("_reset", None)

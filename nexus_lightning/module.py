@@ -17,8 +17,10 @@ from nexus_lightning.backbone import Backbone, VLAFeature
 from nexus_lightning.checkpoint import read_payload
 from nexus_lightning.features.grouping import EncodeRequest, EncodeStats, encode_together
 from nexus_lightning.objectives import AWRObjective, PolicyGradientObjective, SFTObjective
+from nexus_lightning.placement.control import Failure, Ranks, agreed_failures
+from nexus_lightning.placement.shares import Minibatch, Moments, RowWeights, cut_in_order, cut_permutation, rows_of
 from nexus_lightning.schema import TenantSchema
-from nexus_lightning.tenant import TenantSlot
+from nexus_lightning.tenant import TenantSlot, derive_seed
 
 if TYPE_CHECKING:
     from nexus_lightning.loop import Lease, LeaseGroup
@@ -30,20 +32,43 @@ class NonFiniteLoss(ArithmeticError):
 
 
 @dataclass
+class _Part:
+    """What a rank tells the others about its part of a job before they train it."""
+
+    failure: Failure | None = None
+    weights: RowWeights = field(default_factory=dict)
+    advantages: Moments | None = None  # of rl algorithms that normalise them
+    num_rows: int = 0
+    rollout: dict[str, float] | None = None
+
+
+@dataclass
 class _Update:
-    """One tenant's job on its way through :meth:`MultiTenantModule.training_step`."""
+    """One tenant's job on its way through :meth:`MultiTenantModule.training_step`.
+
+    Attributes:
+        data: the rows that are trained.
+        batches: of this rank; None: it has no row of a minibatch that others have rows of.
+        shares: of each batch, with several ranks.
+        history: what the loss gave in each optimizer step.
+        failure: what went wrong here. With several ranks the update goes on in the collectives until the others know.
+        failed: it is out, on every rank.
+    """
 
     slot: TenantSlot
     lease: Lease
-    batches: Iterator[TensorDict] = field(default_factory=lambda: iter(()))
+    data: TensorDict | None = None
+    batches: Iterator[TensorDict | None] = field(default_factory=lambda: iter(()))
+    shares: Iterator[dict[str, float]] | None = None
     history: list[dict[str, Tensor]] = field(default_factory=list)
+    failure: Failure | None = None
     failed: bool = False
 
     def metrics(self) -> dict[str, float]:
         """Means over the job's optimizer steps; a job of which no row counts (grpo) has none."""
         keys = self.history[0] if self.history else {}
         means = {k: float(torch.stack([step[k].float() for step in self.history]).mean()) for k in keys}
-        if "counts" in self.lease.data.keys():
+        if self.lease.data is not None and "counts" in self.lease.data.keys():
             means["counted_share"] = float(self.lease.data["counts"].float().mean())
         assert self.slot.optimizer is not None
         return {"loss": 0.0, **means, "lr": self.slot.optimizer.param_groups[0]["lr"]}
@@ -70,101 +95,138 @@ class MultiTenantModule(L.LightningModule):
         self.normalizers = nn.ModuleDict({name: slot.normalizer for name, slot in slots.items()})
         self.objectives = {name: build_objective(slot) for name, slot in slots.items()}
         self.runtime: Runtime | None = None  # set by the trainer
+        self.shard: Callable[[MultiTenantModule], None] | None = None  # set by the trainer: the strategy's
+        self.sharded_backbone = False
         self.encode_stats = EncodeStats()  # what the actor encoded (the reader and the server count their own)
         self._restored: dict[str, Any] | None = None
 
     # ------------------------------------------------------------------------------------------------- training
 
     def training_step(self, group: LeaseGroup, batch_idx: int) -> None:
-        """leases -> features -> loss -> backward -> each tenant's step -> publish -> log -> complete."""
+        """leases -> features -> loss -> backward -> each tenant's step -> publish -> log -> complete.
+
+        With several ranks (lines marked *) every rank does the same for its part of each job's rows.
+        """
         del batch_idx
         assert self.runtime is not None
         start_s = self.runtime.events.now()
         updates = [_Update(self.slots[lease.job.tenant_id], lease) for lease in group.leases]
         for update in updates:
             self._guarded(update, self._prepare)
+        self._cut_between_ranks(updates)  # *
         while batches := self._next_batches(updates):
             self._encode_batches(batches)
             for update, batch in batches:
-                self._guarded(update, self._step, batch)
-        done = [update for update in updates if not update.failed]
-        for update in done:
+                self._guarded(update, self._backward, batch)
+            self._sum_gradients([update for update, _ in batches])  # *
+            for update, _ in batches:
+                self._guarded(update, self._step)
+        for update in updates:
             self._guarded(update, self._finish)
+        metrics = self._sum_metrics(updates)  # *
+        done = [update for update in updates if not update.failed]
         rows = {update.slot.name: update.lease.job.sample_count for update in done}
         kind = group.leases[0].job.task_type
         if rows:
             self.runtime.events.span("actor", rows, start_s, self.runtime.events.now(), kind=kind)
         for update in done:
-            if not update.failed:
-                padding = {"padding_share": self.encode_stats.padding_share} if self.encode_stats.calls else {}
-                self.runtime.complete(update.slot, update.lease, update.metrics() | padding)
+            padding = {"padding_share": self.encode_stats.padding_share} if self.encode_stats.calls else {}
+            self.runtime.complete(update.slot, update.lease, metrics[update.slot.name] | padding)
+
+    @property
+    def _ranks(self) -> Ranks:
+        assert self.runtime is not None
+        return self.runtime.ranks
 
     def _guarded(self, update: _Update, action: Callable[..., Any], *args: Any) -> Any:
         """Run one tenant's part; what it raises takes that tenant out of the run and nobody else."""
-        if update.failed:
+        if update.failed or update.failure is not None:
             return None
         try:
             return action(update, *args)
         except Exception as error:
-            assert self.runtime is not None
-            update.failed = True
-            self.runtime.quarantine(update.slot.name, f"{type(error).__name__}: {error}", traceback.format_exc())
+            update.failure = Failure(f"{type(error).__name__}: {error}", traceback.format_exc())
+            if self._ranks.size == 1:
+                self._take_out(update, update.failure)
             return None
+
+    def _take_out(self, update: _Update, failure: Failure) -> None:
+        assert self.runtime is not None
+        update.failed = True
+        self.runtime.take_out(update.slot.name, failure.reason, failure.details)
 
     def _prepare(self, update: _Update) -> None:
         objective, data = self.objectives[update.slot.name], update.lease.data
+        update.slot.head.train()
+        if data is None:
+            return
         if objective.encode_whole_job and "features" not in data.keys():
             data = self._with_features([(update.slot, data)])[0]
-        update.slot.head.train()
-        update.batches = iter(objective.minibatches(data))
+        update.data = data
+        if self._ranks.size == 1:
+            update.batches = iter(objective.minibatches(data))
 
-    def _next_batches(self, updates: list[_Update]) -> list[tuple[_Update, TensorDict]]:
+    def _next_batches(self, updates: list[_Update]) -> list[tuple[_Update, TensorDict | None]]:
         """The next minibatch of every tenant that still has one (drawn inside its random stream)."""
+        over = object()
 
-        def advance(update: _Update) -> TensorDict | None:
+        def advance(update: _Update) -> Any:
             with update.slot.rng.scope():
-                return next(update.batches, None)
+                return next(update.batches, over)
 
-        drawn = [(update, self._guarded(update, advance)) for update in updates]
-        return [(update, batch) for update, batch in drawn if batch is not None]
+        drawn = [(update, self._guarded(update, advance)) for update in updates if not update.failed]
+        return [(update, batch) for update, batch in drawn if batch is not over and not update.failed]
 
-    def _encode_batches(self, batches: list[tuple[_Update, TensorDict]]) -> None:
+    def _encode_batches(self, batches: list[tuple[_Update, TensorDict | None]]) -> None:
         """Minibatches that bring observations get their features, all tenants' together (in place in ``batches``)."""
-        raw = [i for i, (_, batch) in enumerate(batches) if "features" not in batch.keys()]
+        raw = [(i, u, b) for i, (u, b) in enumerate(batches) if b is not None and "features" not in b.keys()]
         if not raw:
             return
         try:
-            encoded = self._with_features([(batches[i][0].slot, batches[i][1]) for i in raw])
+            encoded = self._with_features([(update.slot, batch) for _, update, batch in raw])
         except Exception:  # one tenant's rows are bad: find out whose
-            for i in raw:
-                update, batch = batches[i]
+            for i, update, batch in raw:
                 alone = self._guarded(update, lambda u, b: self._with_features([(u.slot, b)])[0], batch)
                 batches[i] = (update, batch if alone is None else alone)
             return
-        for i, batch in zip(raw, encoded, strict=True):
-            batches[i] = (batches[i][0], batch)
+        for (i, update, _), batch in zip(raw, encoded, strict=True):
+            batches[i] = (update, batch)
 
-    def _step(self, update: _Update, batch: TensorDict) -> None:
-        """One optimizer step of one tenant."""
+    def _backward(self, update: _Update, batch: TensorDict | None) -> None:
+        """Loss and gradients of one tenant's minibatch; none of them when it is empty here."""
         slot = update.slot
         optimizer = self._lightning_optimizer(slot)
-        with slot.rng.scope():
-            losses = self.objectives[slot.name].loss(_full_precision(batch), slot.jobs_completed)
+        shares, seed = None, None
+        if update.shares is not None:
+            shares = next(update.shares)
+            seed = derive_seed(slot.spec.seed, "loss", self._ranks.rank, slot.optimizer_steps)
+        optimizer.zero_grad()
+        if batch is None:
+            update.history.append({})
+            return
+        with slot.rng.scope(seed):
+            given = (_full_precision(batch), slot.jobs_completed)
+            objective = self.objectives[slot.name]
+            losses = objective.loss(*given) if shares is None else objective.loss(*given, shares)
             loss = losses["loss"]
             if not bool(torch.isfinite(loss.detach()).all()):
                 where = f"tenant {slot.name!r}, optimizer step {slot.optimizer_steps}"
                 raise NonFiniteLoss(f"{where}: loss is {float(loss.detach())}")
-            optimizer.zero_grad()
             self.manual_backward(loss)
-            if slot.grad_clip_norm is not None:
-                self.clip_gradients(optimizer.optimizer, slot.grad_clip_norm, "norm")
-            optimizer.step()
+        update.history.append({k: v.detach() for k, v in losses.items()})
+
+    def _step(self, update: _Update) -> None:
+        """One optimizer step of one tenant."""
+        slot = update.slot
+        optimizer = self._lightning_optimizer(slot)
+        if slot.grad_clip_norm is not None:
+            self.clip_gradients(optimizer.optimizer, slot.grad_clip_norm, "norm")
+        optimizer.step()
         assert slot.scheduler is not None
         slot.scheduler.step()
         if slot.ema is not None:
             slot.ema.update_parameters(slot.head)
         slot.optimizer_steps += 1
-        update.history.append({k: v.detach() for k, v in losses.items()})
 
     def _finish(self, update: _Update) -> None:
         slot = update.slot
@@ -174,6 +236,132 @@ class MultiTenantModule(L.LightningModule):
         assert slot.optimizer is not None and self.runtime is not None
         slot.optimizer.zero_grad()  # an idle tenant keeps no gradients
         self.runtime.publish(slot)
+
+    # -------------------------------------------------------------------------------------------- several ranks
+
+    def _cut_between_ranks(self, updates: list[_Update]) -> None:
+        """Ranks tell each other about their rows; then each knows its part of every minibatch and what it weighs."""
+        ranks, runtime = self._ranks, self.runtime
+        assert runtime is not None
+        if ranks.size == 1:
+            return
+        mine = {update.slot.name: self._part(update) for update in updates}
+        parts = ranks.gather(mine)
+        self._agree(updates, [{n: p.failure for n, p in by.items() if p.failure is not None} for by in parts])
+        for update in updates:
+            if not update.failed:
+                self._guarded(update, self._cut, [by_rank[update.slot.name] for by_rank in parts])
+
+    def _part(self, update: _Update) -> _Part:
+        """This rank's answer to the others' question about one job."""
+        objective, data = self.objectives[update.slot.name], update.data
+
+        def look(update: _Update) -> _Part:
+            assert self.runtime is not None
+            part = _Part(rollout=self.runtime.rollout_metrics(update.lease.job))
+            if data is None:
+                part.weights = {name: torch.zeros(0) for name in objective.means}
+                return part
+            if isinstance(objective, PolicyGradientObjective):
+                if objective.algorithm.name != "grpo":
+                    part.advantages = Moments.of(data["advantage"])
+                update.data = counted = data[data["counts"].squeeze(-1)]
+                part.weights = objective.row_weights(counted)
+            else:
+                part.weights = objective.row_weights(data)
+            return part
+
+        part = self._guarded(update, look)
+        return _Part(update.failure) if part is None else part
+
+    def _cut(self, update: _Update, parts: list[_Part]) -> None:
+        objective, rank, data = self.objectives[update.slot.name], self._ranks.rank, update.data
+        assert self.runtime is not None
+        weights = [part.weights for part in parts]
+        moments = [part.advantages for part in parts if part.advantages is not None]
+        if moments and data is not None:
+            data = update.data = data.copy()
+            data["advantage"] = Moments.normalize(data["advantage"], moments)
+        if rollouts := [part.rollout for part in parts if part.rollout is not None]:
+            self.runtime.log_rollout(update.slot.name, rollouts)
+        if isinstance(objective, PolicyGradientObjective):
+            num_rows = sum(len(w["rows"]) for w in weights)
+            with update.slot.rng.scope():  # the same permutations on every rank, and as with one rank
+                orders = [torch.randperm(num_rows) for _ in range(objective.algorithm.epochs if num_rows else 0)]
+            cut = cut_permutation(weights, orders, objective.algorithm.minibatch_size, rank)
+        else:
+            cut = cut_in_order(weights, -(-objective.batch_size // self._ranks.size), rank)
+        update.batches, update.shares = _batches(data, cut), iter([minibatch.shares for minibatch in cut])
+
+    def _sum_gradients(self, updates: list[_Update]) -> None:
+        """One flat all_reduce for all tenants of this step, and no other byte: for each its gradients, which of its
+        parameters have one, and whether it failed on some rank. Who failed somewhere is taken out everywhere."""
+        ranks = self._ranks
+        if ranks.size == 1:
+            return
+        layout = [(update, _parameters(update.slot)) for update in updates]
+        header = [
+            torch.tensor([float(update.failure is not None), *(float(p.grad is not None) for p in parameters)])
+            for update, parameters in layout
+        ]
+        dtype = _common_dtype([p for _, parameters in layout for p in parameters])
+        pieces: list[Tensor] = []
+        for (update, parameters), flags in zip(layout, header, strict=True):
+            usable = update.failure is None
+            pieces.append(flags.to(self.device, dtype))
+            for p in parameters:
+                gradient = p.grad if usable and p.grad is not None else torch.zeros_like(p)
+                pieces.append(gradient.reshape(-1).to(dtype))
+        flat = torch.cat(pieces)
+        ranks.sum_gradients(flat)
+        place, failed = 0, False
+        for _, parameters in layout:
+            flags = flat[place : place + 1 + len(parameters)].tolist()
+            place += 1 + len(parameters)
+            failed |= flags[0] > 0
+            for p, present in zip(parameters, flags[1:], strict=True):
+                gradient = flat[place : place + p.numel()].view_as(p)
+                place += p.numel()
+                p.grad = gradient.to(p.dtype) if present else None
+        if failed:
+            self._exchange_failures(updates)
+
+    def _exchange_failures(self, updates: list[_Update]) -> None:
+        mine = {update.slot.name: update.failure for update in updates if update.failure is not None}
+        self._agree(updates, self._ranks.gather(mine))
+
+    def _agree(self, updates: list[_Update], failures: list[dict[str, Failure]]) -> None:
+        """Take out, on every rank, whoever failed on one."""
+        agreed = agreed_failures(failures)
+        for update in updates:
+            if update.slot.name in agreed and not update.failed:
+                self._take_out(update, agreed[update.slot.name])
+
+    def _sum_metrics(self, updates: list[_Update]) -> dict[str, dict[str, float]]:
+        """What is logged of every tenant that has come through; with several ranks over all rows of the job."""
+        if self._ranks.size == 1:
+            return {update.slot.name: update.metrics() for update in updates if not update.failed}
+        mine = {}
+        for update in updates:
+            rows = 0 if update.lease.data is None else len(update.lease.data)
+            history = [step for step in update.history if step]
+            sums = {k: float(torch.stack([step[k].float() for step in history]).sum()) for k in (history or [{}])[0]}
+            counted = None if update.data is None else len(update.data)
+            mine[update.slot.name] = (update.failure, sums, len(update.history), rows, counted)
+        by_rank = self._ranks.gather(mine)
+        self._agree(updates, [{n: f for n, (f, *_) in mine.items() if f is not None} for mine in by_rank])
+        metrics = {}
+        for update in updates:
+            if update.failed:
+                continue
+            name, optimizer = update.slot.name, update.slot.optimizer
+            assert optimizer is not None
+            _, sums, steps, rows, counted = zip(*(mine[name] for mine in by_rank), strict=True)
+            means = {key: sum(part.get(key, 0.0) for part in sums) / steps[0] for part in sums for key in part}
+            if isinstance(self.objectives[name], PolicyGradientObjective):
+                means["counted_share"] = sum(n or 0 for n in counted) / sum(rows)
+            metrics[name] = {"loss": 0.0, **means, "lr": optimizer.param_groups[0]["lr"]}
+        return metrics
 
     def _with_features(self, parts: list[tuple[TenantSlot, TensorDict]]) -> list[TensorDict]:
         """Rows with ``observation`` and ``language_instruction`` -> rows with ``features`` and ``state``."""
@@ -202,6 +390,11 @@ class MultiTenantModule(L.LightningModule):
         raise AssertionError(f"tenant {slot.name!r} has no optimizer in the strategy")
 
     # ------------------------------------------------------------------------------------- Lightning's hooks
+
+    def configure_model(self) -> None:
+        if self.shard is not None:
+            self.shard(self)
+            self.shard = None
 
     def configure_optimizers(self) -> list[torch.optim.Optimizer]:
         for slot in self.slots.values():
@@ -259,6 +452,24 @@ def build_objective(slot: TenantSlot) -> SFTObjective | PolicyGradientObjective 
         return SFTObjective(slot.head, slot.normalizer, config.dataset.batch_size)
     assert config.algorithm is not None
     return AWRObjective(slot.head, slot.normalizer, config.algorithm, config.dataset.batch_size)
+
+
+def _parameters(slot: TenantSlot) -> list[nn.Parameter]:
+    """What the tenant's optimizer changes."""
+    assert slot.optimizer is not None
+    return [p for group in slot.optimizer.param_groups for p in group["params"]]
+
+
+def _common_dtype(tensors: list[nn.Parameter]) -> torch.dtype:
+    dtype = torch.float32
+    for tensor in tensors:
+        dtype = torch.promote_types(dtype, tensor.dtype)
+    return dtype
+
+
+def _batches(data: TensorDict | None, cut: list[Minibatch]) -> Iterator[TensorDict | None]:
+    for minibatch in cut:
+        yield None if data is None or not len(minibatch.rows) else rows_of(data, minibatch.rows)
 
 
 def _full_precision(batch: TensorDict) -> TensorDict:

@@ -18,6 +18,7 @@ from nexus_lightning.config import AugmentationConfig, DatasetConfig
 from nexus_lightning.conventions import DatasetConverter
 from nexus_lightning.features.reuse import PassCounter
 from nexus_lightning.features.store import FeatureEntry, FeatureStore, StoreKey, dataset_revision
+from nexus_lightning.placement.shares import Share
 from nexus_lightning.producers.base import Producer
 from nexus_lightning.queues.jobs import JobState, Scheduler
 from nexus_lightning.queues.training import TrainingQueue
@@ -151,15 +152,21 @@ class DemonstrationReader:
         return len(self.dataset)
 
     def warm_up(
-        self, stopping: Callable[[], bool] = lambda: False, progress: Callable[[int], None] = lambda rows: None
+        self,
+        stopping: Callable[[], bool] = lambda: False,
+        progress: Callable[[int], None] = lambda rows: None,
+        share: Share | None = None,
     ) -> bool:
         """Make sure that the store holds all frames of all views, as far as it has room.
+
+        Ranks begin at different places (``share``): with a store on disk they find what others have written.
 
         Returns:
             False when ``stopping`` said so before the end.
         """
         assert self.entry is not None
-        return self.entry.warm_up(range(self.views), stopping, progress)
+        begin = 0.0 if share is None else (share.index or 0) / share.count
+        return self.entry.warm_up(range(self.views), stopping, progress, begin)
 
     def read(self, rows: Tensor, view: int = 0) -> TensorDict:
         """The batch ``[len(rows)]`` of these frames.
@@ -341,8 +348,10 @@ class DemonstrationProducer(Producer):
         on_failure: Callable[[str, str, str], None],
         on_progress: Callable[[str], None] = lambda text: None,
         warm_up: bool = True,
+        share: Share | None = None,
     ) -> None:
         super().__init__(slot.name, on_failure)
+        self.share = Share() if share is None else share
         self.slot, self.reader, self.scheduler, self.queue = slot, reader, scheduler, queue
         self.on_progress, self.warm_up = on_progress, warm_up
 
@@ -357,7 +366,7 @@ class DemonstrationProducer(Producer):
                 done += count
                 self.on_progress(f"features {done}/{total}")
 
-            if not self.reader.warm_up(self.stopping.is_set, progress):
+            if not self.reader.warm_up(self.stopping.is_set, progress, self.share):
                 return
             self.on_progress("")
         order = FrameOrder(len(self.reader), derive_seed(self.slot.spec.seed, "order"))
@@ -365,11 +374,12 @@ class DemonstrationProducer(Producer):
         metadata: dict[str, Any] = {"features": kept}
         if not kept:  # jobs of other tenants with this key may share the actor's backbone passes
             metadata["encode"] = list(sharing_key(self.slot.spec.schema, self.reader.spec.kind))
+        rows_here = rows_per_job if self.share.count == 1 else self._local_rows()[0].numel()
         position = self.slot.cursor
         while not self.stopping.is_set() and self.scheduler.wants_more(self.tenant):
             job = self.scheduler.reserve(
                 self.tenant,
-                rows_per_job,
+                rows_here,
                 domain=config.repo_id,
                 schema_signature=self.slot.spec.schema.signature,
                 metadata={**metadata, "cursor": position + 1},
@@ -387,11 +397,29 @@ class DemonstrationProducer(Producer):
             position += 1
 
     def _batch(self, order: FrameOrder, start: int, count: int) -> TensorDict:
-        """Rows at these stream positions; pass e over the data sees view e modulo the number of views."""
+        """Rows at these stream positions; pass e over the data sees view e modulo the number of views.
+
+        With several ranks this one's rows of every batch (:meth:`Share.padded_rows`); padding has no valid step.
+        """
         rows, views = order.rows(start, count), order.epochs(start, count) % self.reader.views
+        padding = None
+        if self.share.count > 1:
+            here, padding = self._local_rows()
+            rows, views = rows[here], views[here]
         present = views.unique().tolist()
         if len(present) == 1:
-            return self.reader.read(rows, present[0])
-        parts = [self.reader.read(rows[views == view], view) for view in present]
-        positions = torch.cat([(views == view).nonzero().flatten() for view in present])
-        return concatenate_batches(parts)[positions.argsort()]
+            batch = self.reader.read(rows, present[0])
+        else:
+            parts = [self.reader.read(rows[views == view], view) for view in present]
+            positions = torch.cat([(views == view).nonzero().flatten() for view in present])
+            batch = cast(TensorDict, concatenate_batches(parts)[positions.argsort()])
+        if padding is not None:
+            batch["is_pad"] = batch["is_pad"] | padding.unsqueeze(-1)
+        return batch
+
+    def _local_rows(self) -> tuple[Tensor, Tensor]:
+        """Places of this rank's rows in a job, int64, and which are padding."""
+        config = self.reader.config
+        rows, padding = self.share.padded_rows(config.batch_size)
+        starts = torch.arange(config.batches_per_job).unsqueeze(1) * config.batch_size
+        return (starts + rows).flatten(), padding.repeat(config.batches_per_job)

@@ -49,6 +49,8 @@ def evaluate_policy(
         One ``{seed, success, success_at_end, episode_return, episode_length}`` per seed in the order given; None when
         ``stopping``.
     """
+    if not seeds:  # of several ranks' evaluators this one has no share
+        return []
     env.set_episodes(seeds)
     try:
         state = env.reset()
@@ -121,7 +123,8 @@ def save_video(frames: list, path: Path, fps: float) -> None:
 class Evaluator:
     """Evaluates versions of one tenant on request; at most one waits (a newer one replaces it).
 
-    :meth:`request` may be called from any thread; :meth:`run_pending` runs in the thread that owns the simulators.
+    :meth:`request` may be called from any thread; :meth:`run_pending` runs in the thread that owns the simulators and
+    hands tenant, version, episodes and video to ``on_result``.
     """
 
     def __init__(
@@ -131,7 +134,7 @@ class Evaluator:
         served: ServedPolicies,
         server: TenantInferenceServer,
         seeds: list[int],
-        on_result: Callable[[EvalResult, Path | None], None],
+        on_result: Callable[[str, int, list[dict[str, Any]], Path | None], None],
         on_span: Callable[[float, float], None],
         clock: Callable[[], float],
         video_path: Path | None,
@@ -200,7 +203,7 @@ class Evaluator:
                 schema = self.env.schema
                 save_video(self.env.pop_frames(), self.video_path, schema.control_hz / schema.execute)
                 video_path = self.video_path
-            self.on_result(summarise(self.tenant, version, episodes), video_path)
+            self.on_result(self.tenant, version, episodes, video_path)
         finally:
             self.env.record_frames = False
             self.served.unpin(self.tenant, version)

@@ -13,6 +13,7 @@ from nexus_lightning.backbone import VLAFeature, concatenate_features
 from nexus_lightning.environment import SimulatorEnv
 from nexus_lightning.features.reuse import PassCounter, in_row_order
 from nexus_lightning.objectives.policy_gradient import EXECUTED, compute_advantages
+from nexus_lightning.placement.shares import Share
 from nexus_lightning.producers.base import Producer
 from nexus_lightning.producers.evaluation import Evaluator
 from nexus_lightning.queues.inference import ServedPolicies, TenantInferenceServer
@@ -47,6 +48,7 @@ class RolloutProducer(Producer):
         lease_deadline_s: float,
         reuse: bool,
         passes: PassCounter,
+        share: Share | None = None,
     ) -> None:
         super().__init__(slot.name, on_failure)
         algorithm = slot.spec.config.algorithm
@@ -55,7 +57,9 @@ class RolloutProducer(Producer):
         self.served, self.server, self.scheduler, self.queue = served, server, scheduler, queue
         self.on_rollout, self.clock, self.lease_deadline_s = on_rollout, clock, lease_deadline_s
         self.reuse, self.passes = reuse, passes
+        self.share = Share() if share is None else share
         self.policy = server.client(slot.name, sample=True)
+        self.policy.noise_rows = (env.first_env, env.num_envs * self.share.count)
         self.policy.record_features = reuse
 
     def produce(self) -> None:
@@ -138,7 +142,9 @@ class RolloutProducer(Producer):
             rollout["next", "state_value"] = self._next_values(rollout)
         meta = self.queue.get_meta([EXECUTED], staged.sample_count, staged.partition_id, "advantages")
         assert meta is not None
-        self.queue.put(compute_advantages(rollout, self.algorithm).flatten(), metadata=meta)
+        # With several ranks the loop normalises: over all of them.
+        advantages = compute_advantages(rollout, self.algorithm, normalize=self.share.count == 1)
+        self.queue.put(advantages.flatten(), metadata=meta)
         self.queue.ack(meta)
         self.scheduler.mark(staged.job_id, JobState.READY)
 
@@ -156,6 +162,41 @@ class RolloutProducer(Producer):
             count = int(cut.sum())
             self.passes.add(observed=count, encoded=count)
         return values
+
+
+class AbsentRolloutProducer(Producer):
+    """On a rank without simulators of the tenant (placement.environments): its jobs as they are elsewhere, no rows."""
+
+    def __init__(
+        self,
+        slot: TenantSlot,
+        served: ServedPolicies,
+        scheduler: Scheduler,
+        on_failure: Callable[[str, str, str], None],
+        lease_deadline_s: float,
+    ) -> None:
+        super().__init__(slot.name, on_failure)
+        self.slot, self.served, self.scheduler = slot, served, scheduler
+        self.lease_deadline_s = lease_deadline_s
+
+    def produce(self) -> None:
+        index = self.slot.cursor
+        while not self.stopping.is_set() and self.scheduler.wants_more(self.tenant):
+            job = self.scheduler.reserve(
+                self.tenant,
+                1,
+                behavior_policy_version=self.served.latest(self.tenant),
+                schema_signature=self.slot.spec.schema.signature,
+                metadata={"cursor": index + 1, "features": True, "absent": True},
+            )
+            if job is None:
+                self.scheduler.wait_for_room(self.tenant, timeout_s=0.2)
+                continue
+            self.scheduler.mark(job.job_id, JobState.NEEDS_ADVANTAGES)
+            staged = self.scheduler.lease_stage(JobState.NEEDS_ADVANTAGES, self.lease_deadline_s, tenant_id=self.tenant)
+            if staged is not None:  # else closed or taken out meanwhile
+                self.scheduler.mark(staged.job_id, JobState.READY)
+            index += 1
 
 
 def to_partition(rollout: TensorDict) -> TensorDict:
