@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -12,10 +13,12 @@ import torch
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from tensordict import TensorDict
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 
 from nexus_lightning.backbone import Backbone, VLAFeature
 from nexus_lightning.checkpoint import read_payload
-from nexus_lightning.features.grouping import EncodeRequest, EncodeStats, encode_together
+from nexus_lightning.features.grouping import EncodeRequest, EncodeStats, cut_passes, encode_together, kinds_of
+from nexus_lightning.features.reuse import PROBE_INSTRUCTION, blank_observation
 from nexus_lightning.objectives import AWRObjective, PolicyGradientObjective, SFTObjective
 from nexus_lightning.placement.control import Failure, Ranks, agreed_failures
 from nexus_lightning.placement.shares import Minibatch, Moments, RowWeights, cut_in_order, cut_permutation, rows_of
@@ -113,15 +116,21 @@ class MultiTenantModule(L.LightningModule):
         updates = [_Update(self.slots[lease.job.tenant_id], lease) for lease in group.leases]
         for update in updates:
             self._guarded(update, self._prepare)
+        self._encode_whole_jobs(updates)  # *
         self._cut_between_ranks(updates)  # *
         while batches := self._next_batches(updates):
             self._encode_batches(batches)
             for update, batch in batches:
-                self._guarded(update, self._backward, batch)
+                if update.slot.replica is None:
+                    self._guarded(update, self._backward, batch)
+                else:
+                    self._backward_in_step(update, batch)  # *
             self._sum_gradients([update for update, _ in batches])  # *
             for update, _ in batches:
                 self._guarded(update, self._step)
         for update in updates:
+            if update.slot.replica is not None and not self._failed_somewhere(update):  # *
+                update.slot.refresh_replica()
             self._guarded(update, self._finish)
         metrics = self._sum_metrics(updates)  # *
         done = [update for update in updates if not update.failed]
@@ -160,7 +169,7 @@ class MultiTenantModule(L.LightningModule):
         update.slot.head.train()
         if data is None:
             return
-        if objective.encode_whole_job and "features" not in data.keys():
+        if objective.encode_whole_job and "features" not in data.keys() and not self.sharded_backbone:
             data = self._with_features([(update.slot, data)])[0]
         update.data = data
         if self._ranks.size == 1:
@@ -180,6 +189,11 @@ class MultiTenantModule(L.LightningModule):
     def _encode_batches(self, batches: list[tuple[_Update, TensorDict | None]]) -> None:
         """Minibatches that bring observations get their features, all tenants' together (in place in ``batches``)."""
         raw = [(i, u, b) for i, (u, b) in enumerate(batches) if b is not None and "features" not in b.keys()]
+        if self.sharded_backbone:
+            found = self._encode_in_step([(u, b) for _, u, b in raw], [update for update, _ in batches])
+            for (i, update, batch), features in zip(raw, found, strict=True):
+                batches[i] = (update, batch if features is None else features)
+            return
         if not raw:
             return
         try:
@@ -194,26 +208,33 @@ class MultiTenantModule(L.LightningModule):
 
     def _backward(self, update: _Update, batch: TensorDict | None) -> None:
         """Loss and gradients of one tenant's minibatch; none of them when it is empty here."""
+        with self._scope(update):
+            loss = self._loss(update, batch)
+            if loss is not None:
+                self.manual_backward(loss)
+
+    def _scope(self, update: _Update) -> contextlib.AbstractContextManager[None]:
+        """The tenant's random stream; with several ranks one of this rank and step, because the rows are its own."""
         slot = update.slot
-        optimizer = self._lightning_optimizer(slot)
-        shares, seed = None, None
-        if update.shares is not None:
-            shares = next(update.shares)
-            seed = derive_seed(slot.spec.seed, "loss", self._ranks.rank, slot.optimizer_steps)
-        optimizer.zero_grad()
+        if update.shares is None:
+            return slot.rng.scope()
+        return slot.rng.scope(derive_seed(slot.spec.seed, "loss", self._ranks.rank, slot.optimizer_steps))
+
+    def _loss(self, update: _Update, batch: TensorDict | None) -> Tensor | None:
+        slot, objective = update.slot, self.objectives[update.slot.name]
+        shares = None if update.shares is None else next(update.shares)
+        self._lightning_optimizer(slot).zero_grad()
         if batch is None:
             update.history.append({})
-            return
-        with slot.rng.scope(seed):
-            given = (_full_precision(batch), slot.jobs_completed)
-            objective = self.objectives[slot.name]
-            losses = objective.loss(*given) if shares is None else objective.loss(*given, shares)
-            loss = losses["loss"]
-            if not bool(torch.isfinite(loss.detach()).all()):
-                where = f"tenant {slot.name!r}, optimizer step {slot.optimizer_steps}"
-                raise NonFiniteLoss(f"{where}: loss is {float(loss.detach())}")
-            self.manual_backward(loss)
+            return None
+        given = (_full_precision(batch), slot.jobs_completed)
+        losses = objective.loss(*given) if shares is None else objective.loss(*given, shares)
+        loss = losses["loss"]
+        if not bool(torch.isfinite(loss.detach()).all()):
+            where = f"tenant {slot.name!r}, optimizer step {slot.optimizer_steps}"
+            raise NonFiniteLoss(f"{where}: loss is {float(loss.detach())}")
         update.history.append({k: v.detach() for k, v in losses.items()})
+        return loss
 
     def _step(self, update: _Update) -> None:
         """One optimizer step of one tenant."""
@@ -293,13 +314,88 @@ class MultiTenantModule(L.LightningModule):
             cut = cut_in_order(weights, -(-objective.batch_size // self._ranks.size), rank)
         update.batches, update.shares = _batches(data, cut), iter([minibatch.shares for minibatch in cut])
 
+    def _encode_whole_jobs(self, updates: list[_Update]) -> None:
+        """Rollouts without features, through a sharded backbone."""
+        if not self.sharded_backbone:
+            return
+        raw = [
+            (update, update.data)
+            for update in updates
+            if update.data is not None
+            and "features" not in update.data.keys()
+            and self.objectives[update.slot.name].encode_whole_job
+        ]
+        for (update, _), features in zip(raw, self._encode_in_step(raw, updates), strict=True):
+            update.data = features
+
+    @torch.no_grad()
+    def _encode_in_step(
+        self, items: list[tuple[_Update, TensorDict]], updates: list[_Update]
+    ) -> list[TensorDict | None]:
+        """Rows with observations -> rows with features through the sharded backbone; None where it failed.
+
+        A pass is a collective: whatever can go wrong with rows is done first, then the ranks agree how many passes the
+        busiest one needs, and the others make up the number with passes over a blank image.
+        """
+        prepared: list[tuple[_Update, TensorDict, list[tuple[list[int], TensorDict]]]] = []
+
+        def prepare(update: _Update, data: TensorDict) -> list[tuple[list[int], TensorDict]]:
+            requests = self._requests([(update.slot, data)])
+            kinds, schema = kinds_of(requests), requests[0].schema
+            cut = cut_passes(requests)
+            return [(rows, self.backbone.preprocess(seen, texts, schema, kinds)) for rows, seen, texts in cut]
+
+        for update, data in items:
+            passes = self._guarded(update, prepare, data)
+            prepared.append((update, data, passes or []))
+        mine = sum(len(passes) for _, _, passes in prepared)
+        spare = self._ranks.most(mine) - mine
+        found: list[TensorDict | None] = []
+        for update, data, passes in prepared:
+            kinds = (update.slot.head.feature_spec.kind,)
+            encoded = ((rows, self.backbone.encode(given.to(self.device), kinds)) for rows, given in passes)
+            found.append(self._with_features([(update.slot, data)], encoded)[0] if passes else None)
+        if spare:
+            slot = updates[0].slot
+            blank, kinds = blank_observation(slot.spec.schema), (slot.head.feature_spec.kind,)
+            given = self.backbone.preprocess(blank, [PROBE_INSTRUCTION], slot.spec.schema, kinds)
+            for _ in range(spare):
+                self.backbone.encode(given.to(self.device), kinds)
+        return found
+
+    def _backward_in_step(self, update: _Update, batch: TensorDict | None) -> None:
+        """:meth:`_backward` of a head in shards, whose weights and gradients are collectives: the ranks agree before
+        each of them that nobody has failed. A minibatch that is empty here is made up by a row that weighs nothing."""
+        if self._failed_somewhere(update):
+            return
+        head = cast(FSDPModule, update.slot.head)
+        head.unshard()
+        if batch is None:
+            assert update.data is not None, "sharding_problems: every rank has rows"
+            batch = update.data[:1]
+        with self._scope(update):
+            loss = self._guarded(update, self._loss, batch)
+        if self._failed_somewhere(update):
+            head.reshard()
+            return
+        assert loss is not None
+        self.manual_backward(loss)
+
+    def _failed_somewhere(self, update: _Update) -> bool:
+        """Whether a rank has failed at this update; then it is out, everywhere."""
+        if not update.failed and self._ranks.most(update.failure is not None):
+            self._exchange_failures([update])
+        return update.failed
+
     def _sum_gradients(self, updates: list[_Update]) -> None:
         """One flat all_reduce for all tenants of this step, and no other byte: for each its gradients, which of its
         parameters have one, and whether it failed on some rank. Who failed somewhere is taken out everywhere."""
         ranks = self._ranks
         if ranks.size == 1:
             return
-        layout = [(update, _parameters(update.slot)) for update in updates]
+        layout = [(update, _parameters(update.slot)) for update in updates if update.slot.replica is None]
+        if not layout:
+            return
         header = [
             torch.tensor([float(update.failure is not None), *(float(p.grad is not None) for p in parameters)])
             for update, parameters in layout
@@ -363,18 +459,24 @@ class MultiTenantModule(L.LightningModule):
             metrics[name] = {"loss": 0.0, **means, "lr": optimizer.param_groups[0]["lr"]}
         return metrics
 
-    def _with_features(self, parts: list[tuple[TenantSlot, TensorDict]]) -> list[TensorDict]:
-        """Rows with ``observation`` and ``language_instruction`` -> rows with ``features`` and ``state``."""
-        requests = [
+    @staticmethod
+    def _requests(parts: list[tuple[TenantSlot, TensorDict]]) -> list[EncodeRequest]:
+        return [
             EncodeRequest(
                 data["observation"], list(data["language_instruction"]), slot.spec.schema, slot.head.feature_spec
             )
             for slot, data in parts
         ]
+
+    def _with_features(
+        self,
+        parts: list[tuple[TenantSlot, TensorDict]],
+        passes: Iterator[tuple[list[int], VLAFeature]] | None = None,
+    ) -> list[TensorDict]:
+        """Rows with ``observation`` and ``language_instruction`` -> rows with ``features`` and ``state``."""
+        found = encode_together(self.backbone, self._requests(parts), self.encode_stats, passes)
         encoded = []
-        for (slot, data), features in zip(
-            parts, encode_together(self.backbone, requests, self.encode_stats), strict=True
-        ):
+        for (slot, data), features in zip(parts, found, strict=True):
             if self.runtime is not None:
                 self.runtime.passes[slot.name].add(encoded=len(data))
             rows = data.exclude("language_instruction", "observation")

@@ -118,6 +118,13 @@ class Ranks:
             dist.all_reduce(values, group=self._control)
         return values
 
+    def most(self, value: int) -> int:
+        """The largest of everybody's ``value``."""
+        values = torch.tensor([value])
+        if self.size > 1:
+            dist.all_reduce(values, dist.ReduceOp.MAX, group=self._control)
+        return int(values)
+
     def sum_gradients(self, flat: Tensor) -> None:
         """Sum over all ranks, in place, over the default group."""
         self.sent_bytes += flat.numel() * flat.element_size()
