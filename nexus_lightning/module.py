@@ -379,7 +379,9 @@ class MultiTenantModule(L.LightningModule):
             head.reshard()
             return
         assert loss is not None
-        self.manual_backward(loss)
+        # FSDP2 divides the summed gradients by the number of ranks; ours are summands of the global mean already. (Its
+        # set_gradient_divide_factor needs a reduction that gloo does not have.)
+        self.manual_backward(loss * self._ranks.size)
 
     def _failed_somewhere(self, update: _Update) -> bool:
         """Whether a rank has failed at this update; then it is out, everywhere."""

@@ -21,7 +21,6 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
-    FSDPModule,
     MixedPrecisionPolicy,
     OffloadPolicy,
     fully_shard,
@@ -84,10 +83,9 @@ def shard_backbone(
 
 
 def shard_head(head: ActionHead, mesh: DeviceMesh) -> ActionHead:
-    """In place, as one unit whose gradients are summed over the ranks. Returns a whole replica for serving."""
+    """In place, as one unit. Returns a whole replica for serving."""
     replica = copy.deepcopy(head)
-    sharded = cast(FSDPModule, fully_shard(head, mesh=mesh, reshard_after_forward=False))
-    sharded.set_gradient_divide_factor(1.0)  # the loss of each rank is already its summand of the global mean
+    fully_shard(head, mesh=mesh, reshard_after_forward=False)
     for method in ("loss", "evaluate", "value"):
         register_fsdp_forward_method(head, method)
     return replica

@@ -127,3 +127,28 @@ def test_checkpoints_move_between_world_sizes(folder, alone, ddp):
     for tenant in ("toy", "toy_sft"):
         assert one["rest"]["summary"]["tenants"][tenant]["jobs_completed"] == 4
         assert largest_difference(one["whole"], one["rest"], tenant) < TOLERANCE
+
+
+@pytest.fixture(scope="module")
+def fsdp2(folder, alone) -> list[dict[str, Any]]:
+    """A sharded backbone, with whole heads and (``*_heads``) with sharded ones."""
+    whole = [(name, name, "placement=fsdp2") for name in ("uneven", "grpo", "beside")]
+    sharded = [(f"{name}_heads", name, *SHARDED) for name in ("sft", "uneven", "grpo", "beside")]
+    return run_ranks("dist.scenarios:several", 2, folder / "fsdp2", *whole, *sharded)
+
+
+@pytest.mark.parametrize("name", ["uneven", "grpo", "sft_heads", "uneven_heads", "grpo_heads"])
+def test_two_ranks_with_shards_are_one_rank(alone, fsdp2, name):
+    one = alone[name.removesuffix("_heads")]
+    (tenant,) = one["payloads"]
+    assert_same(one, fsdp2[0][name], tenant)
+    assert fsdp2[0][name]["summary"]["backbone_unchanged"] is True
+
+
+@pytest.mark.parametrize("name", ["beside", "beside_heads"])
+def test_failures_on_one_rank_with_shards(fsdp2, name):
+    for mine in fsdp2:
+        tenants = mine[name]["summary"]["tenants"]
+        assert tenants["raises"]["quarantined"] == "OSError: rank 1 ran out of luck (on rank 1)"
+        assert tenants["nan"]["quarantined"].startswith("NonFiniteLoss")
+        assert tenants["toy_sft"]["quarantined"] is None and tenants["toy_sft"]["jobs_completed"] == 4
