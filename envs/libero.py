@@ -13,20 +13,25 @@ Importing this module imports neither MuJoCo nor LIBERO: that happens when a sim
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import io
 import logging
 import os
+import re
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import numpy as np
 
-from nexus_lightning.simulator import Simulator, StepResult
+from nexus_lightning.simulator import Simulator, StepResult, Suite
+
+if TYPE_CHECKING:  # its import takes torch along, which a worker does not need
+    from nexus_lightning.schema import TenantSchema
 
 #: Camera names of the schema -> camera names of the MuJoCo model.
 CAMERAS = {"agentview": "agentview", "wrist": "robot0_eye_in_hand"}
@@ -38,6 +43,9 @@ HORIZONS = {
     "libero_10": 520,
     "libero_90": 400,
 }
+#: Tasks of the suites, and recorded initial states of every task.
+NUM_TASKS = {"libero_spatial": 10, "libero_object": 10, "libero_goal": 10, "libero_10": 10, "libero_90": 90}
+NUM_INITIAL_STATES = 50
 OBSERVATIONS = ("rgb", "rgb+privileged", "privileged")
 #: Settling and waiting: stand still with the gripper open.
 NO_OP = np.array([0, 0, 0, 0, 0, 0, -1], dtype=np.float32)
@@ -160,6 +168,37 @@ class LiberoSimulator(Simulator):
     image_orientation: ClassVar[str] = "rotated_180"
     requires: ClassVar[dict[str, str]] = {"libero": "libero", "robosuite": "libero"}
     control_hz: ClassVar[float] = 20.0
+    task_key: ClassVar[str | None] = "task_id"
+    suites: ClassVar[Mapping[str, Suite]] = {
+        name: Suite(tuple(range(count)), {"suite": name, "horizon": HORIZONS[name]}, NUM_INITIAL_STATES)
+        for name, count in NUM_TASKS.items()
+    }
+
+    @classmethod
+    def problems(cls, arguments: Mapping[str, Any], schema: TenantSchema) -> list[str]:
+        """Dims, cameras, and the two objects that a privileged state is made of (read from the task's description)."""
+        obs = arguments.get("obs", "rgb")
+        if obs not in OBSERVATIONS:
+            return [f"obs={obs!r}: choose one of {', '.join(OBSERVATIONS)}"]
+        names = PRIVILEGED_STATE_NAMES if "privileged" in obs else PROPRIOCEPTION_NAMES
+        found = []
+        for key, dim in (("state_dim", len(names)), ("action_dim", len(ACTION_NAMES))):
+            if getattr(schema, key) != dim:
+                found.append(f"{key}={getattr(schema, key)}: LIBERO with obs={obs} has {dim}")
+        if arguments.get("cameras") is None and obs != "privileged" and schema.cameras != tuple(CAMERAS):
+            found.append(f"cameras={list(schema.cameras)}: the simulator shows {list(CAMERAS)} unless told otherwise")
+        if "privileged" not in obs:
+            return found
+        if hidden := [name for name in PRIVILEGED if name not in schema.privileged]:
+            found.append(f"privileged={list(schema.privileged)}: obs={obs} also shows {', '.join(hidden)}")
+        suite, task_id = arguments.get("suite", "libero_object"), arguments.get("task_id", 0)
+        objects = _objects_of_interest(suite, task_id)
+        if objects is not None and len(objects) < 2:
+            found.append(
+                f"obs={obs}: {suite} task {task_id} is about {', '.join(objects)} alone, the privileged state needs an "
+                "object and a target; evaluate a policy of obs=rgb, or leave the task out"
+            )
+        return found
 
     def __init__(
         self,
@@ -348,6 +387,24 @@ class LiberoSimulator(Simulator):
             self._renderer.vopt.geomgroup[1] = 1
             self._renderer.scn.flags[self._libero.mujoco.mjtRndFlag.mjRND_SHADOW] = self.shadows
         return self._env.sim.render(width=size, height=size, camera_name=camera)
+
+
+def _objects_of_interest(suite: str, task_id: int) -> list[str] | None:
+    """From the task's BDDL file, without importing LIBERO (seconds); None where there is no such task or package."""
+    spec = importlib.util.find_spec("libero")
+    if spec is None or not spec.submodule_search_locations:
+        return None
+    folder = Path(spec.submodule_search_locations[0]) / "libero"
+    task_map = importlib.util.spec_from_file_location("libero_task_map", folder / "libero_suite_task_map.py")
+    assert task_map is not None and task_map.loader is not None
+    module = importlib.util.module_from_spec(task_map)
+    task_map.loader.exec_module(module)  # a table and nothing else
+    names = module.libero_task_map.get(suite, [])
+    if not 0 <= task_id < len(names):
+        return None
+    text = (folder / "bddl_files" / suite / f"{names[task_id]}.bddl").read_text()
+    match = re.search(r"\(:obj_of_interest(.*?)\)", text, re.DOTALL)
+    return match[1].split() if match else []
 
 
 def _import_libero() -> SimpleNamespace:

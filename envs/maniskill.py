@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import logging
-from collections.abc import Sequence
-from typing import Any, ClassVar, Literal
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import numpy as np
 from transforms3d.euler import euler2quat
 from transforms3d.quaternions import qmult
 
-from nexus_lightning.simulator import Simulator, StepResult
+from nexus_lightning.simulator import Simulator, StepResult, Suite
+
+if TYPE_CHECKING:  # its import takes torch along, which a worker does not need
+    from nexus_lightning.schema import TenantSchema
 
 #: ManiSkill tasks carry no language: these are our instructions. Other tasks need ``instruction=``.
 INSTRUCTIONS = {
@@ -33,6 +37,19 @@ PRIVILEGED = {
     "PullCube-v1": ("obj_pose",),
     "PickCube-v1": ("is_grasped", "obj_pose", "tcp_to_obj_pos", "obj_to_goal_pos"),
     "StackCube-v1": ("cubeA_pose", "cubeB_pose", "tcp_to_cubeA_pos", "tcp_to_cubeB_pos", "cubeA_to_cubeB_pos"),
+    "PlaceSphere-v1": ("is_grasped", "bin_pos", "obj_pose", "tcp_to_obj_pos"),
+    "LiftPegUpright-v1": ("obj_pose",),
+    "PegInsertionSide-v1": ("peg_pose", "peg_half_size", "box_hole_pose", "box_hole_radius"),
+    "PokeCube-v1": (
+        "cube_pose",
+        "peg_pose",
+        "goal_pos",
+        "tcp_to_peg_pos",
+        "peg_to_cube_pos",
+        "cube_to_goal_pos",
+        "peghead_to_cube_pos",
+    ),
+    "RollBall-v1": ("ball_pose", "ball_vel", "tcp_to_ball_pos", "ball_to_goal_pos"),
 }
 #: Length of the state vector per (task, obs) with the Panda arm.
 STATE_DIMS = {
@@ -44,7 +61,19 @@ STATE_DIMS = {
     ("PickCube-v1", "rgb"): 28,
     ("StackCube-v1", "state"): 48,
     ("StackCube-v1", "rgb"): 25,
+    ("PlaceSphere-v1", "state"): 39,
+    ("PlaceSphere-v1", "rgb"): 25,
+    ("LiftPegUpright-v1", "state"): 32,
+    ("LiftPegUpright-v1", "rgb"): 25,
+    ("PegInsertionSide-v1", "state"): 43,
+    ("PegInsertionSide-v1", "rgb"): 25,
+    ("PokeCube-v1", "state"): 54,
+    ("PokeCube-v1", "rgb"): 25,
+    ("RollBall-v1", "state"): 44,
+    ("RollBall-v1", "rgb"): 25,
 }
+#: Length of an action per control mode, with the Panda arm.
+ACTION_DIMS = {"pd_ee_delta_pose": 7, "pd_ee_delta_pos": 4, "pd_joint_delta_pos": 8}
 #: Control rate of every task here, in Hz.
 CONTROL_HZ = 20.0
 HAND_CAMERA = "hand_camera"
@@ -96,6 +125,32 @@ class ManiSkillSimulator(Simulator):
 
     gripper = "open_positive"
     requires: ClassVar[dict[str, str]] = {"mani_skill": "maniskill"}
+    task_key: ClassVar[str | None] = "task"
+    #: Tasks to choose from, of which a policy is measured on those that fit its schema.
+    suites: ClassVar[Mapping[str, Suite]] = {
+        "maniskill": Suite(tuple(PRIVILEGED), {"instruction": None}, only_fitting=True)
+    }
+    batched: ClassVar[str | None] = "envs.maniskill_gpu.BatchedManiSkill"
+
+    @classmethod
+    def problems(cls, arguments: Mapping[str, Any], schema: TenantSchema) -> list[str]:
+        """Dims and privileged names, where the tables above know them (the plain Panda)."""
+        task, obs = arguments.get("task"), arguments.get("obs", "state")
+        mode, found = arguments.get("control_mode", "pd_ee_delta_pose"), []
+        if arguments.get("instruction") is None and task not in INSTRUCTIONS:
+            found.append(f"task={task!r} has no instruction here: pass instruction=")
+        if arguments.get("robot_uids") not in (None, "panda"):
+            return found
+        for key, dim, what in (
+            ("state_dim", STATE_DIMS.get((str(task), "rgb" if obs == "rgb" else "state")), f"{task} with obs={obs}"),
+            ("action_dim", ACTION_DIMS.get(mode), f"control_mode={mode}"),
+        ):
+            if dim is not None and getattr(schema, key) != dim:
+                found.append(f"{key}={getattr(schema, key)}: {what} has {dim}")
+        shown = () if obs == "rgb" else PRIVILEGED.get(str(task), ())
+        if hidden := [name for name in shown if name not in schema.privileged]:
+            found.append(f"privileged={list(schema.privileged)}: {task} with obs={obs} also shows {', '.join(hidden)}")
+        return found
 
     def __init__(
         self,
@@ -111,30 +166,10 @@ class ManiSkillSimulator(Simulator):
         instruction: str | None = None,
         video_size: int = 256,
     ) -> None:
-        if obs not in ("state", "rgb", "rgb+state"):
-            raise ValueError(f"obs={obs!r}: choose state, rgb or rgb+state")
-        if (obs == "state") == bool(cameras):
-            raise ValueError(f"obs={obs!r} with cameras={list(cameras)}: name cameras if and only if obs has rgb")
-        if instruction is None and task not in INSTRUCTIONS:
-            raise ValueError(f"task={task!r} has no instruction here: pass instruction=")
         self.task, self.obs, self.control_mode = task, obs, control_mode
         self.cameras, self.horizon, self.success_bonus = tuple(cameras), horizon, success_bonus
-        self.instruction = instruction or INSTRUCTIONS[task]
-        size = {"width": image_size, "height": image_size, "shader_pack": "minimal"}
-        self.env = _make(
-            task,
-            self.cameras,
-            robot_uids,
-            obs_mode=obs,
-            control_mode=control_mode,
-            reward_mode=reward_mode,
-            sensor_configs=size,
-            human_render_camera_configs={**size, "width": video_size, "height": video_size},
-        )
-        space = self.env.single_action_space
-        if not (np.all(space.low == -1) and np.all(space.high == 1)):
-            self.env.close()
-            raise ValueError(f"control_mode={control_mode!r}: its actions are not in [-1, 1]; use a pd_*_delta_* mode")
+        self.instruction = instruction_of(task, instruction)
+        self.env = open_scene(task, obs, self.cameras, image_size, control_mode, reward_mode, robot_uids, video_size)
         _shorten_ee_control(self.env)
 
     # Without autograd's bookkeeping a step of many small tensors is a tenth faster.
@@ -157,19 +192,12 @@ class ManiSkillSimulator(Simulator):
 
     @inference_mode
     def observe(self) -> dict[str, Any]:
-        obs = self.env.observe()
-        if self.obs == "state":
-            return self._view({}, obs)
-        images = {
-            c: np.ascontiguousarray(np.moveaxis(np.asarray(obs["sensor_data"][c]["rgb"])[0], -1, 0))
-            for c in self.cameras
+        images, state = read_views(self.env, self.obs, self.cameras)
+        return {
+            "image": {c: image[0] for c, image in images.items()},
+            "state": state[0],
+            "instruction": self.instruction,
         }
-        if self.obs == "rgb+state":
-            return self._view(images, obs["state"])
-        parts = [obs["agent"]["qpos"], obs["agent"]["qvel"], obs["extra"]["tcp_pose"]]
-        if "goal_pos" in obs["extra"]:
-            parts.append(obs["extra"]["goal_pos"])
-        return self._view(images, np.concatenate([np.asarray(p).reshape(-1) for p in parts]))
 
     def render_frame(self) -> np.ndarray:
         return np.asarray(self.env.render_rgb_array())[0].astype(np.uint8)
@@ -177,12 +205,68 @@ class ManiSkillSimulator(Simulator):
     def close(self) -> None:
         self.env.close()
 
-    def _view(self, images: dict[str, np.ndarray], state: Any) -> dict[str, Any]:
-        return {
-            "image": images,
-            "state": np.asarray(state, dtype=np.float32).reshape(-1),
-            "instruction": self.instruction,
-        }
+
+def instruction_of(task: str, given: str | None) -> str:
+    if given is None and task not in INSTRUCTIONS:
+        raise ValueError(f"task={task!r} has no instruction here: pass instruction=")
+    return given or INSTRUCTIONS[task]
+
+
+def open_scene(
+    task: str,
+    obs: str,
+    cameras: tuple[str, ...],
+    image_size: int,
+    control_mode: str,
+    reward_mode: str,
+    robot_uids: str | None,
+    video_size: int,
+    **backend: Any,
+) -> Any:
+    """ManiSkill's environment of the arguments of :class:`ManiSkillSimulator`, on the CPU unless ``backend`` says else.
+
+    Raises:
+        ValueError: arguments that do not go together.
+    """
+    if obs not in ("state", "rgb", "rgb+state"):
+        raise ValueError(f"obs={obs!r}: choose state, rgb or rgb+state")
+    if (obs == "state") == bool(cameras):
+        raise ValueError(f"obs={obs!r} with cameras={list(cameras)}: name cameras if and only if obs has rgb")
+    size = {"width": image_size, "height": image_size, "shader_pack": "minimal"}
+    env = _make(
+        task,
+        cameras,
+        robot_uids,
+        obs_mode=obs,
+        control_mode=control_mode,
+        reward_mode=reward_mode,
+        sensor_configs=size,
+        human_render_camera_configs={**size, "width": video_size, "height": video_size},
+        **backend,
+    )
+    space = env.single_action_space
+    if not (np.all(space.low == -1) and np.all(space.high == 1)):
+        env.close()
+        raise ValueError(f"control_mode={control_mode!r}: its actions are not in [-1, 1]; use a pd_*_delta_* mode")
+    return env
+
+
+def read_views(env: Any, obs: str, cameras: tuple[str, ...]) -> tuple[dict[str, np.ndarray], np.ndarray]:
+    """What a policy sees, of all scenes: images uint8 ``[N, 3, H, W]`` by camera, state float32 ``[N, S]``."""
+    seen = env.observe()
+    if obs == "state":
+        return {}, to_numpy(seen).astype(np.float32)
+    images = {c: np.ascontiguousarray(np.moveaxis(to_numpy(seen["sensor_data"][c]["rgb"]), -1, 1)) for c in cameras}
+    if obs == "rgb+state":
+        return images, to_numpy(seen["state"]).astype(np.float32)
+    parts = [seen["agent"]["qpos"], seen["agent"]["qvel"], seen["extra"]["tcp_pose"]]
+    if "goal_pos" in seen["extra"]:
+        parts.append(seen["extra"]["goal_pos"])
+    return images, np.concatenate([to_numpy(p) for p in parts], axis=-1).astype(np.float32)
+
+
+def to_numpy(value: Any) -> np.ndarray:
+    return value.cpu().numpy()
 
 
 def _shorten_ee_control(env: Any) -> None:
@@ -229,7 +313,7 @@ def _shorten_ee_control(env: Any) -> None:
 
 def _make(task: str, cameras: tuple[str, ...], robot_uids: str | None, **kwargs: Any) -> Any:
     """ManiSkill's environment with exactly ``cameras`` as sensors. Bypasses ``gym.make``: no wrapper, no registration,
-    no question on stdin about assets."""
+    no question on stdin about assets. One scene on the CPU unless ``num_envs`` and the backends say otherwise."""
     try:
         import mani_skill.envs  # noqa: F401  (registers the tasks)
         import sapien
@@ -281,9 +365,15 @@ def _make(task: str, cameras: tuple[str, ...], robot_uids: str | None, **kwargs:
 
     if robot_uids is None and "panda" in spec.cls.SUPPORTED_ROBOTS and "so100" not in task.lower():
         robot_uids = "panda"
-    kwargs = {**spec.default_kwargs, **kwargs, **({"robot_uids": robot_uids} if robot_uids else {})}
+    cpu = {"num_envs": 1, "sim_backend": "physx_cpu", "render_backend": "cpu"}
+    kwargs = {**cpu, **spec.default_kwargs, **kwargs, **({"robot_uids": robot_uids} if robot_uids else {})}
+    if kwargs["num_envs"] > 1 and "reconfiguration_freq" in inspect.signature(spec.cls.__init__).parameters:
+        raise ValueError(
+            f"task={task!r}: its objects differ from episode to episode and are drawn when a scene is built, so in a "
+            "batch a seed would not decide the episode; use one process per simulator (environment.batched=false)"
+        )
     try:
-        return Scene(num_envs=1, sim_backend="physx_cpu", render_backend="cpu", **kwargs)
+        return Scene(**kwargs)
     except RuntimeError as error:
         if any(word in str(error).lower() for word in ("vk::", "vulkan", "render")):
             raise RuntimeError(

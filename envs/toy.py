@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, Literal
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 import torch
 from torchrl.envs.custom import ToyVLAEnv
 
-from nexus_lightning.simulator import Simulator, StepResult
+from nexus_lightning.schema import TenantSchema
+from nexus_lightning.simulator import Simulator, StepResult, Suite
 
 #: What the state holds beyond proprioception.
 PRIVILEGED = ("target_action",)
-INSTRUCTION = "move to the green target and stay there"
+INSTRUCTIONS = {
+    "plain": "move to the green target and stay there",
+    "mirrored": "the controls are mirrored: move to the green target and stay there",
+}
 
 
 class ToySimulator(Simulator):
@@ -26,6 +30,8 @@ class ToySimulator(Simulator):
     first two dims of both: last action red, target green.
 
     Args:
+        task: ``plain``, or ``mirrored``: every action is carried out with its sign turned. Only the instruction tells
+            the two apart, so a policy of both must listen to it.
         action_dim: length of an action, in [-1, 1]; targets lie in [-0.5, 0.5].
         success_steps: consecutive steps within the tolerance.
         success_tol: per-dim tolerance.
@@ -43,9 +49,20 @@ class ToySimulator(Simulator):
     """
 
     gripper = "none"
+    task_key: ClassVar[str | None] = "task"
+    suites: ClassVar[Mapping[str, Suite]] = {"toy": Suite(tuple(INSTRUCTIONS))}
+
+    @classmethod
+    def problems(cls, arguments: Mapping[str, Any], schema: TenantSchema) -> list[str]:
+        action_dim, found = arguments.get("action_dim", 2), []
+        for key, dim in (("state_dim", 2 * action_dim), ("action_dim", action_dim)):
+            if getattr(schema, key) != dim:
+                found.append(f"{key}={getattr(schema, key)}: the toy with action_dim={action_dim} has {dim}")
+        return found
 
     def __init__(
         self,
+        task: Literal["plain", "mirrored"] = "plain",
         action_dim: int = 2,
         success_steps: int = 2,
         success_tol: float = 0.25,
@@ -54,16 +71,19 @@ class ToySimulator(Simulator):
         cameras: Sequence[str] = ("camera",),
         image_size: int = 32,
     ) -> None:
+        if task not in INSTRUCTIONS:
+            raise ValueError(f"task={task!r}: choose one of {', '.join(INSTRUCTIONS)}")
         if reward not in ("success", "tracking"):
             raise ValueError(f"reward={reward!r}: choose success or tracking")
         if tuple(cameras) not in ((), ("camera",)):
             raise ValueError(f"cameras={list(cameras)}: the toy simulator has one, 'camera'")
         self.horizon, self.reward, self.cameras = horizon, reward, tuple(cameras)
+        self.task, self.instruction = task, INSTRUCTIONS[task]
         self._env = ToyVLAEnv(
             action_dim,
             state_dim=2 * action_dim,
             image_shape=(3, 1, 1),  # the random image of ToyVLAEnv is not used, its rendered scene is
-            instruction=INSTRUCTION,
+            instruction=self.instruction,
             from_pixels=bool(self.cameras),
             render_size=image_size,
             success_steps=success_steps,
@@ -76,7 +96,8 @@ class ToySimulator(Simulator):
         self._steps = 0
 
     def step(self, action: np.ndarray) -> StepResult:
-        self._td["action"] = torch.as_tensor(action, dtype=torch.float32)
+        wanted = torch.as_tensor(action, dtype=torch.float32)
+        self._td["action"] = wanted if self.task == "plain" else -wanted
         self._td = self._env.step(self._td)["next"]
         self._steps += 1
         success = bool(self._td["success"])
@@ -85,7 +106,7 @@ class ToySimulator(Simulator):
 
     def observe(self) -> dict[str, Any]:
         images = {"camera": self._td["pixels"].permute(2, 0, 1).numpy()} if self.cameras else {}
-        return {"image": images, "state": self._td["observation", "state"].numpy(), "instruction": INSTRUCTION}
+        return {"image": images, "state": self._td["observation", "state"].numpy(), "instruction": self.instruction}
 
     def render_frame(self) -> np.ndarray:
         return self._env._render(self._td["observation", "state"]).numpy()

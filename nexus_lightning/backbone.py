@@ -7,7 +7,7 @@ import inspect
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar, cast
+from typing import Any, ClassVar, cast
 
 import torch
 from tensordict import TensorClass, TensorDict
@@ -89,8 +89,12 @@ class VLAFeature(TensorClass["nocast"]):
 
     def for_head(self) -> VLAFeature:
         """Floating point values as float32: heads never see the backbone's or the store's compact dtype."""
-        half = (torch.float16, torch.bfloat16)
-        return cast(VLAFeature, self.apply(lambda v: v.float() if v.dtype in half else v))
+
+        def widen(value: Tensor) -> Tensor:
+            return value.float() if value.dtype in (torch.float16, torch.bfloat16) else value
+
+        tokens = TensorDict({name: widen(value) for name, value in self.tokens.items()}, self.batch_size)
+        return VLAFeature(tokens=tokens, mask=self.mask, pooled=widen(self.pooled), batch_size=self.batch_size)
 
 
 class SharedBackbone:
@@ -196,6 +200,20 @@ class Backbone(nn.Module):
 
     @property
     def fingerprint(self) -> str:
+        """:meth:`compute_fingerprint` of the weights as they are, kept until one is assigned or changed in place.
+
+        Hashing a large backbone takes many seconds, and every reader and payload asks. A write through ``.data`` is not
+        noticed: what has to prove that nothing changed computes it again.
+        """
+        key = tuple((name, value.data_ptr(), value._version, value.dtype) for name, value in self.state_dict().items())
+        config = json.dumps(self.config, sort_keys=True)
+        if self._fingerprint is None or self._fingerprint[0] != (config, key):
+            self._fingerprint = ((config, key), self.compute_fingerprint())
+        return self._fingerprint[1]
+
+    _fingerprint: tuple[Any, str] | None = None
+
+    def compute_fingerprint(self) -> str:
         """sha256 over config, dtypes, parameter names and bytes. Of a sharded backbone: a collective."""
         digest = hashlib.sha256(json.dumps(self.config, sort_keys=True).encode())
         for name, value in sorted(self.state_dict().items()):
@@ -234,12 +252,19 @@ def sharing_key(schema: TenantSchema, kind: str) -> tuple[str, int]:
     return schema.prefix_signature, schema.chunk if kind == "action_tokens" else 0
 
 
-def check_observation(observation: TensorDict, schema: TenantSchema) -> None:
+def check_observation(observation: TensorDict, schema: TenantSchema, instructions: Sequence[str] | None = None) -> None:
     """Refuse a camera set, order or shape that differs from the schema's, naming the cameras.
 
+    Args:
+        observation: batch ``[B]``.
+        schema: of the tenant.
+        instructions: where given, there must be B of them.
+
     Raises:
-        ValueError: a camera is missing, extra, or has the wrong dtype or size.
+        ValueError: a camera is missing, extra, or has the wrong dtype or size; a wrong number of instructions.
     """
+    if instructions is not None and observation.batch_size and observation.batch_size[0] != len(instructions):
+        raise ValueError(f"{observation.batch_size[0]} observations but {len(instructions)} instructions")
     images = observation.get("image", None)
     given = tuple(images.keys()) if images is not None else ()
     if set(given) != set(schema.cameras):

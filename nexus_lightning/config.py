@@ -19,14 +19,17 @@ from dataclasses import asdict, dataclass, field, is_dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from hydra.core.config_store import ConfigStore
 from hydra.utils import get_class
 from omegaconf import MISSING, DictConfig, OmegaConf
 
+from nexus_lightning.backbone import Backbone
 from nexus_lightning.conventions import DatasetConventions, DatasetConverter
 from nexus_lightning.demonstrations import RECORD_FILE, describe_recording
 from nexus_lightning.head import ActionHead, choose_kind
 from nexus_lightning.schema import TenantSchema
+from nexus_lightning.simulator import Simulator, task_configs
 
 TASKS = ("sft", "rl", "offline_rl")
 #: Keys of a head's YAML that configure its optimizer and its feature; the rest are arguments of the head class.
@@ -43,7 +46,7 @@ OPTIMIZER_KEYS = (
 )
 LR_SCHEDULES = ("constant", "cosine")
 ALGORITHM_CHOICES = {
-    "name": ("ppo", "grpo", "reinforce", "awr"),
+    "name": ("ppo", "grpo", "reinforce", "awr", "iql"),
     "discount_per": ("chunk", "step"),
     "log_prob_level": ("chunk", "action", "token"),
     "log_prob": ("sum", "mean"),
@@ -129,6 +132,10 @@ class EnvironmentConfig:
     simulator: dict[str, Any] = MISSING  # `_target_` of a Simulator and its arguments
     num_envs: int = 2  # simulators for rollouts, one process each
     inline: bool = False  # run light simulators inside this process
+    tasks: list[Any] = field(default_factory=list)  # several tasks: values of the simulator's task_id, task ...
+    batched: Any = "auto"  # all in one process on the GPU | auto: if simulator and machine can | true | false
+    max_resets: int | None = None  # start a process anew after so many episodes; null: never
+    max_memory_gb: float | None = None  # start a process anew when it has grown beyond this; null: never
 
 
 @dataclass
@@ -139,27 +146,31 @@ class FeaturesConfig:
     """
 
     reuse: str = "auto"  # auto: rl when they fit the queue budget, sft always | always | never: encoded again
-    warm_up: bool = True  # sft: encode all frames before the first job; false: when they are first needed
+    warm_up: bool = True  # of a dataset: encode all frames before the first job; false: when they are first needed
 
 
 @dataclass
 class AlgorithmConfig:
     """How a tenant of task rl or offline_rl learns; see nexus_lightning/objectives."""
 
-    name: str = "ppo"  # rl: ppo | grpo | reinforce; offline_rl: awr
+    name: str = "ppo"  # rl: ppo | grpo | reinforce; offline_rl: awr | iql
     chunks_per_job: int | None = None  # rl: policy decisions per simulator and training job
     epochs: int = 4
     minibatch_size: int = 64
-    gamma: float = 0.99  # per `discount_per`
+    gamma: float = 0.99  # rl: per `discount_per`; offline_rl: per environment step
     discount_per: str = "chunk"  # chunk: every decision | step: every environment step that the decision took
     group_size: int | None = None  # grpo: simulators that start from the same initial state
     gae_lambda: float = 0.95
+    bootstrap_truncated: bool = True  # false: reaching the horizon is a failure (value 0), not a cut
     clip_epsilon: float = 0.2
+    proximal: bool = False  # ppo, grpo: clip against the policy at the start of the job, not the one that acted
     entropy_coef: float = 0.0
     critic_coef: float = 0.5
     value_warmup_jobs: int = 0  # train only the critic for this many jobs
-    temperature: float = 0.1  # awr: of the advantage weights, in units of the return
-    expectile: float = 0.5  # awr: of the critic; 0.5 is the mean
+    sft_weight: float | None = None  # rl: of the supervised loss on `dataset`, dataset.batch_size samples per minibatch
+    temperature: float = 0.1  # offline_rl: of the advantage weights, in units of the return (IQL's beta is its inverse)
+    expectile: float | None = None  # offline_rl: of the critic; 0.5 is the mean. null: awr 0.5, iql 0.7
+    target_rate: float = 0.05  # iql: share of the new weights in the slow Q networks, after every optimizer step
     log_prob_level: str = "chunk"  # what has a likelihood ratio of its own: chunk | action | token (one dim)
     log_prob: str = "sum"  # over the elements of such a unit: sum | mean
 
@@ -167,8 +178,8 @@ class AlgorithmConfig:
 @dataclass
 class EvalConfig:
     every_n_jobs: int | None = None  # null: only at the start and the end of the run
-    episodes: int = 20  # 0: no evaluation
-    first_seed: int = 0  # (task, seed) pairs first_seed ... first_seed + episodes - 1, each counted once
+    episodes: int = 20  # of every task; 0: no evaluation
+    first_seed: int = 0  # seeds first_seed ... first_seed + episodes - 1, each (task, seed) counted once
     num_envs: int = 1  # simulators of an SFT tenant's evaluation; an RL tenant evaluates on its rollout simulators
     at_start: bool = True
     video: bool = True  # the last evaluation's first episode as <run>/videos/<tenant>.mp4
@@ -433,8 +444,7 @@ def validate(config: NexusConfig) -> None:
         other = lowered.setdefault(name.lower(), name)
         if other != name:
             problems.append(f"tenants.{name}: differs from tenants.{other} only in case; choose another name")
-        problems += _tenant_problems(f"tenants.{name}", name, tenant, config)
-        problems += _kind_problems(f"tenants.{name}", tenant, backbone)
+        problems += _tenant_problems(f"tenants.{name}", name, tenant, config, backbone)
     problems += _placement_problems(config)
     inference = config.queues.inference
     if inference.max_batch_size < 1:
@@ -495,7 +505,7 @@ def _placement_problems(config: NexusConfig) -> list[str]:
     return problems
 
 
-def _tenant_problems(key: str, name: str, tenant: TenantConfig, config: NexusConfig) -> list[str]:
+def _tenant_problems(key: str, name: str, tenant: TenantConfig, config: NexusConfig, backbone: Any) -> list[str]:
     problems: list[str] = []
     if not TENANT_NAME.match(name):
         problems.append(f"{key}: name must start with a letter and hold only letters, digits, _ and - (64 at most)")
@@ -503,7 +513,7 @@ def _tenant_problems(key: str, name: str, tenant: TenantConfig, config: NexusCon
         problems.append(f"{key}.task={tenant.task}: choose one of {', '.join(TASKS)}")
     schema = schema_of(tenant.schema)
     problems += [f"{key}.schema.{p}" for p in schema.problems()]
-    problems += _head_problems(key, tenant)
+    problems += _head_problems(key, tenant, backbone)
     for field_name in ("max_in_flight",):
         if getattr(tenant, field_name) < 1:
             problems.append(f"{key}.{field_name}={getattr(tenant, field_name)}: must be at least 1")
@@ -516,7 +526,7 @@ def _tenant_problems(key: str, name: str, tenant: TenantConfig, config: NexusCon
     if tenant.task in ("sft", "offline_rl"):
         problems += _sft_problems(key, tenant, schema, config)
     if tenant.task == "rl":
-        problems += _rl_problems(key, tenant)
+        problems += _rl_problems(key, tenant, schema, config)
     if tenant.features.reuse not in FEATURE_REUSE:
         problems.append(f"{key}.features.reuse={tenant.features.reuse}: choose one of {', '.join(FEATURE_REUSE)}")
     if tenant.eval.episodes < 0:
@@ -526,11 +536,11 @@ def _tenant_problems(key: str, name: str, tenant: TenantConfig, config: NexusCon
     if tenant.eval.every_n_jobs is not None and tenant.eval.every_n_jobs < 1:
         problems.append(f"{key}.eval.every_n_jobs={tenant.eval.every_n_jobs}: must be at least 1, or null")
     if tenant.init_from.given:
-        problems += _init_problems(key, tenant, config)
+        problems += _init_problems(key, tenant, config, backbone)
     return problems
 
 
-def _head_problems(key: str, tenant: TenantConfig) -> list[str]:
+def _head_problems(key: str, tenant: TenantConfig, backbone: Any) -> list[str]:
     problems: list[str] = []
     if not isinstance(tenant.head, dict):
         return [f"{key}.head={tenant.head!r}: must be a mapping with `_target_`"]
@@ -547,9 +557,10 @@ def _head_problems(key: str, tenant: TenantConfig) -> list[str]:
     schedule = tenant.head.get("lr_schedule", "constant")
     if schedule not in LR_SCHEDULES:
         problems.append(f"{key}.head.lr_schedule={schedule}: choose one of {', '.join(LR_SCHEDULES)}")
-    if schedule == "cosine" and (tenant.target_jobs is None or tenant.dataset is None):
+    if schedule == "cosine" and (tenant.target_jobs is None or tenant.dataset is None or tenant.task == "rl"):
         problems.append(
-            f"{key}.head.lr_schedule=cosine: needs a dataset and {key}.target_jobs, which say how many steps there are"
+            f"{key}.head.lr_schedule=cosine: needs {key}.target_jobs and jobs of a dataset, which say how many steps "
+            "there are; use constant"
         )
     if cls is not None and tenant.task != "sft" and not getattr(cls, "supports_rl", False):
         problems.append(
@@ -559,17 +570,18 @@ def _head_problems(key: str, tenant: TenantConfig) -> list[str]:
     elif isinstance(cls, type) and issubclass(cls, ActionHead) and tenant.task == "rl":
         if reason := cls.rl_problem(split_head(tenant.head)[1]):
             problems.append(f"{key}.head={cls.__name__}: cannot train by rl: {reason}")
+    iql = tenant.task == "offline_rl" and tenant.algorithm is not None and tenant.algorithm.name == "iql"
+    if iql and isinstance(cls, type) and issubclass(cls, ActionHead) and cls.q_network is ActionHead.q_network:
+        problems.append(f"{key}.head={cls.__name__}: has no q_network, which iql needs; use another head, or awr")
+    if isinstance(cls, type) and not issubclass(cls, ActionHead):
+        problems.append(f"{key}.head={cls.__name__}: is not an ActionHead; subclass nexus_lightning.head.ActionHead")
+    elif isinstance(cls, type) and isinstance(backbone, type) and issubclass(backbone, Backbone):
+        problems += _kind_problems(key, tenant, cls, backbone)
     return problems
 
 
-def _kind_problems(key: str, tenant: TenantConfig, backbone: Any) -> list[str]:
+def _kind_problems(key: str, tenant: TenantConfig, head: type[ActionHead], backbone: type[Backbone]) -> list[str]:
     """Head and backbone must share a feature kind (class attributes: nothing is built)."""
-    try:
-        head: Any = get_class(tenant.head["_target_"])
-    except Exception:
-        return []  # reported with the head
-    if not hasattr(head, "reads") or not hasattr(backbone, "kinds"):
-        return []
     wanted = tenant.head.get("kind")
     if head.backbones and backbone.__name__ not in head.backbones:
         return [
@@ -619,6 +631,55 @@ def _environment_problems(key: str, tenant: TenantConfig) -> list[str]:
             f"{key}.environment.simulator.image_size={size}: differs from {key}.schema.image_size="
             f"{tenant.schema.image_size}"
         )
+    return [*problems, *process_problems(key, environment, cls), *_task_problems(key, tenant, cls)]
+
+
+def process_problems(key: str, environment: EnvironmentConfig, cls: Any) -> list[str]:
+    """What concerns the simulators' processes: batching on the GPU and recycling."""
+    problems = []
+    if environment.batched not in ("auto", True, False):
+        problems.append(f"{key}.environment.batched={environment.batched}: choose auto, true or false")
+    elif environment.batched is True:
+        where = f"{key}.environment.batched=true"
+        if getattr(cls, "batched", None) is None:
+            problems.append(f"{where}: {cls.__name__} has no batched form; set it to auto or false")
+        elif not torch.cuda.is_available():
+            problems.append(f"{where}: there is no CUDA device here; set it to auto or false")
+        if len(environment.tasks) > 1:
+            problems.append(f"{where}: a batch holds one task, {key}.environment.tasks lists {len(environment.tasks)}")
+        if environment.inline:
+            problems.append(f"{where}: {key}.environment.inline=true runs light simulators without any process")
+    for name in ("max_resets", "max_memory_gb"):
+        value = getattr(environment, name)
+        if value is not None and value <= 0:
+            problems.append(f"{key}.environment.{name}={value}: must be positive, or null")
+        if value is not None and environment.inline:
+            problems.append(
+                f"{key}.environment.{name}={value}: inline simulators have no process to restart; remove it"
+            )
+    return problems
+
+
+def _task_problems(key: str, tenant: TenantConfig, cls: Any) -> list[str]:
+    """Schema and task descriptions must fit, for every task; the simulator's class answers without being built."""
+    assert tenant.environment is not None
+    simulator, tasks = tenant.environment.simulator, tenant.environment.tasks
+    try:
+        configs = task_configs(simulator, tasks)
+    except ValueError as error:
+        return [f"{key}.environment.{error}"]
+    if not (isinstance(cls, type) and issubclass(cls, Simulator)) or schema_of(tenant.schema).problems():
+        return []
+    problems = []
+    for config, task in zip(configs, tasks or [None], strict=True):
+        where = f"{key}.schema" if task is None else f"{key}.schema in task {task}"
+        arguments = {name: value for name, value in config.items() if name != "_target_"}
+        problems += [f"{where}: {p}" for p in cls.problems(arguments, schema_of(tenant.schema))]
+    if tasks and tenant.dataset is not None and tenant.dataset.record is not None:
+        problems.append(
+            f"{key}.dataset.record: records one task, {key}.environment.tasks lists {len(tasks)}; give a dataset of "
+            "all of them in dataset.root, or leave environment.tasks empty"
+        )
     return problems
 
 
@@ -626,13 +687,23 @@ def _sft_problems(key: str, tenant: TenantConfig, schema: TenantSchema, config: 
     if tenant.dataset is None:
         return [f"{key}.dataset: task {tenant.task} needs a dataset"]
     problems = []
-    dataset = tenant.dataset
-    if importlib.util.find_spec("lerobot") is None:
-        problems.append(f"{key}.dataset: package lerobot is missing; pip install 'lerobot[dataset]>=0.6.1,<0.7'")
     if tenant.task == "offline_rl":
         problems += _offline_problems(key, tenant.algorithm)
+        if tenant.algorithm is not None and tenant.algorithm.name == "iql" and tenant.features.reuse == "never":
+            problems.append(f"{key}.features.reuse=never: iql reads the features of two observations; set it to auto")
     elif tenant.algorithm is not None:
         problems.append(f"{key}.algorithm: task sft has none; remove it or set {key}.task=rl")
+    if tenant.algorithm is not None and tenant.algorithm.sft_weight is not None:
+        problems.append(f"{key}.algorithm.sft_weight={tenant.algorithm.sft_weight}: only task rl mixes; remove it")
+    return problems + _data_problems(key, tenant, tenant.dataset, schema, config)
+
+
+def _data_problems(
+    key: str, tenant: TenantConfig, dataset: DatasetConfig, schema: TenantSchema, config: NexusConfig
+) -> list[str]:
+    problems = []
+    if importlib.util.find_spec("lerobot") is None:
+        problems.append(f"{key}.dataset: package lerobot is missing; pip install 'lerobot[dataset]>=0.6.1,<0.7'")
     for name in ("batch_size", "batches_per_job"):
         if getattr(dataset, name) < 1:
             problems.append(f"{key}.dataset.{name}={getattr(dataset, name)}: must be at least 1")
@@ -664,14 +735,16 @@ def _sft_problems(key: str, tenant: TenantConfig, schema: TenantSchema, config: 
 
 
 def _offline_problems(key: str, algorithm: AlgorithmConfig | None) -> list[str]:
-    if algorithm is None or algorithm.name != "awr":
+    if algorithm is None or algorithm.name not in ("awr", "iql"):
         given = None if algorithm is None else algorithm.name
-        return [f"{key}.algorithm.name={given}: task offline_rl needs awr"]
+        return [f"{key}.algorithm.name={given}: task offline_rl needs awr or iql"]
     problems = []
     if algorithm.temperature <= 0:
         problems.append(f"{key}.algorithm.temperature={algorithm.temperature}: must be positive")
-    if not 0 < algorithm.expectile < 1:
+    if algorithm.expectile is not None and not 0 < algorithm.expectile < 1:
         problems.append(f"{key}.algorithm.expectile={algorithm.expectile}: must lie between 0 and 1")
+    if not 0 < algorithm.target_rate <= 1:
+        problems.append(f"{key}.algorithm.target_rate={algorithm.target_rate}: must lie in (0, 1]")
     if not 0 <= algorithm.gamma <= 1:
         problems.append(f"{key}.algorithm.gamma={algorithm.gamma}: must lie in [0, 1]")
     return problems
@@ -723,20 +796,31 @@ def _dataset_problems(key: str, tenant: TenantConfig, schema: TenantSchema, root
     return problems
 
 
-def _rl_problems(key: str, tenant: TenantConfig) -> list[str]:
+def _rl_problems(key: str, tenant: TenantConfig, schema: TenantSchema, config: NexusConfig) -> list[str]:
     problems = []
     if tenant.environment is None:
         problems.append(f"{key}.environment: task rl needs an environment")
-    if tenant.dataset is not None:
-        problems.append(f"{key}.dataset: task rl has none; start from demonstrations with {key}.init_from.recipe")
     algorithm = tenant.algorithm
     if algorithm is None:
         return [*problems, f"{key}.algorithm: task rl needs an algorithm"]
+    weight = algorithm.sft_weight
+    if tenant.dataset is not None and weight is None:
+        problems.append(
+            f"{key}.dataset: task rl reads it only with {key}.algorithm.sft_weight, for example 0.1; to start from "
+            f"demonstrations use {key}.init_from.recipe"
+        )
+    if weight is not None and tenant.dataset is None:
+        problems.append(f"{key}.algorithm.sft_weight={weight}: needs {key}.dataset, the demonstrations to mix in")
+    if weight is not None and weight <= 0:
+        problems.append(f"{key}.algorithm.sft_weight={weight}: must be positive, or null for no demonstrations")
+    if tenant.dataset is not None:
+        problems += _data_problems(key, tenant, tenant.dataset, schema, config)
     for name, choices in ALGORITHM_CHOICES.items():
         if getattr(algorithm, name) not in choices:
             problems.append(f"{key}.algorithm.{name}={getattr(algorithm, name)}: choose one of {', '.join(choices)}")
-    if algorithm.name == "awr":
-        problems.append(f"{key}.algorithm.name=awr: learns from a dataset; set {key}.task=offline_rl, or choose ppo")
+    if algorithm.name in ("awr", "iql"):
+        where = f"{key}.algorithm.name={algorithm.name}"
+        problems.append(f"{where}: learns from a dataset; set {key}.task=offline_rl, or choose ppo")
     if algorithm.chunks_per_job is None:
         return [*problems, f"{key}.algorithm.chunks_per_job: a value is required"]
     problems += _group_problems(key, algorithm, tenant.environment, tenant.schema.execute)
@@ -744,11 +828,25 @@ def _rl_problems(key: str, tenant: TenantConfig) -> list[str]:
         problems.append(f"{key}.algorithm.epochs={algorithm.epochs}: reinforce uses each rollout once; set it to 1")
     if algorithm.name == "reinforce" and algorithm.entropy_coef:
         problems.append(f"{key}.algorithm.entropy_coef={algorithm.entropy_coef}: reinforce has none; set it to 0")
+    if algorithm.name == "grpo" and not algorithm.bootstrap_truncated:
+        problems.append(f"{key}.algorithm.bootstrap_truncated=false: grpo has no critic; leave it true")
+    if algorithm.name == "reinforce" and algorithm.proximal:
+        problems.append(f"{key}.algorithm.proximal=true: reinforce clips no ratio; set it to false")
     if algorithm.name == "grpo" and algorithm.value_warmup_jobs:
         problems.append(f"{key}.algorithm.value_warmup_jobs={algorithm.value_warmup_jobs}: grpo has no critic; set 0")
-    for name in ("chunks_per_job", "epochs", "minibatch_size"):
-        if getattr(algorithm, name) < 1:
-            problems.append(f"{key}.algorithm.{name}={getattr(algorithm, name)}: must be at least 1")
+    counts = ("chunks_per_job", "epochs", "minibatch_size")
+    below = [
+        f"{key}.algorithm.{n}={getattr(algorithm, n)}: must be at least 1" for n in counts if getattr(algorithm, n) < 1
+    ]
+    problems += below
+    # grpo leaves decisions out, so its rows never divide evenly
+    if not below and tenant.environment is not None and algorithm.name != "grpo":
+        rows = tenant.environment.num_envs * algorithm.chunks_per_job
+        if algorithm.minibatch_size < rows and rows % algorithm.minibatch_size:
+            problems.append(
+                f"{key}.algorithm.minibatch_size={algorithm.minibatch_size}: must divide the {rows} decisions of a "
+                f"rollout ({key}.environment.num_envs x {key}.algorithm.chunks_per_job), or be at least as large"
+            )
     for name in ("gamma", "gae_lambda"):
         if not 0 <= getattr(algorithm, name) <= 1:
             problems.append(f"{key}.algorithm.{name}={getattr(algorithm, name)}: must lie in [0, 1]")
@@ -767,6 +865,11 @@ def _group_problems(
     if environment is not None and environment.num_envs % size:
         problems.append(f"{where}: must divide {key}.environment.num_envs={environment.num_envs}")
     horizon = None if environment is None else environment.simulator.get("horizon")
+    if environment is not None and len(environment.tasks) > 1 and environment.num_envs // size % len(environment.tasks):
+        problems.append(
+            f"{key}.environment.num_envs={environment.num_envs}: grpo with {len(environment.tasks)} tasks needs a "
+            f"multiple of {size * len(environment.tasks)}, so that every rollout holds the tasks alike"
+        )
     assert algorithm.chunks_per_job is not None
     if isinstance(horizon, int) and algorithm.chunks_per_job * execute < horizon:
         problems.append(
@@ -776,14 +879,14 @@ def _group_problems(
     return problems
 
 
-def _init_problems(key: str, tenant: TenantConfig, config: NexusConfig) -> list[str]:
+def _init_problems(key: str, tenant: TenantConfig, config: NexusConfig, backbone: Any) -> list[str]:
     init = tenant.init_from
     if init.recipe is None:
         if init.path is not None and not Path(init.path).is_dir():
             return [f"{key}.init_from.path={init.path}: no such payload folder"]
         return []
     recipe = tenant_from_dict(init.recipe, f"{key}.init_from.recipe")
-    problems = _tenant_problems(f"{key}.init_from.recipe", "recipe", recipe, config)
+    problems = _tenant_problems(f"{key}.init_from.recipe", "recipe", recipe, config, backbone)
     if recipe.task != "sft":
         problems.append(f"{key}.init_from.recipe.task={recipe.task}: a starting payload is trained by sft")
     if recipe.target_jobs is None:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import copy
-from collections import deque
-from collections.abc import Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import torch
@@ -17,15 +17,23 @@ from torchrl.envs import EnvBase
 
 from nexus_lightning.schema import Normalizer, TenantSchema
 from nexus_lightning.simulator import (
+    BatchedHost,
     ChunkResult,
     InlineSimulator,
     Simulator,
     SimulatorDied,
     SimulatorError,
+    SimulatorHost,
     SimulatorProcess,
     StepResult,
     execute_chunk,
+    simulator_class,
+    task_configs,
+    task_names,
 )
+
+if TYPE_CHECKING:
+    from nexus_lightning.config import EnvironmentConfig
 
 __all__ = [
     "ChunkResult",
@@ -36,6 +44,7 @@ __all__ = [
     "StepResult",
     "check_tenant_env",
     "execute_chunk",
+    "make_env",
 ]
 
 
@@ -44,6 +53,7 @@ class _Episode:
     """What env i of the batch looks like now."""
 
     observation: dict[str, Any] | None = None
+    task: int = 0
     seed: int = -1
     length: int = 0
     reward: float = 0.0
@@ -82,6 +92,7 @@ class SimulatorEnv(EnvBase):
     ``success``                    bool ``[N, 1]``             within this chunk
     ``success_once``               bool ``[N, 1]``             within this episode
     ``executed``                   bool ``[N, T]``             actions of the chunk that were carried out
+    ``episode_task``               int64 ``[N, 1]``            index in :attr:`task_names`
     ``episode_seed``               int64 ``[N, 1]``            -1 for an exhausted env
     ``episode_length``             int64 ``[N, 1]``            control steps so far
     ============================== =========================== ===================================================
@@ -91,8 +102,19 @@ class SimulatorEnv(EnvBase):
     env that is done and not yet reset ignores steps: reward 0, nothing executed, still done.
 
     Seeds: env i starts its k-th episode with a seed derived from ``(seed, (first_env + i) // group_size, k)``;
-    :attr:`episodes_started` holds the k's. :meth:`set_episodes` fixes the seeds to run instead; an env that finds none
-    left is *exhausted*: its reset gives its last observation back, its steps do nothing and are done.
+    :attr:`episodes_started` holds the k's. :meth:`set_episodes` fixes the episodes to run instead; an env that finds
+    none left is *exhausted*: its reset gives its last observation back, its steps do nothing and are done.
+
+    Tasks: with ``tasks`` an episode belongs to one of them, its instruction comes with its observations, and a
+    simulator is built again when its next episode is of another task. The groups of envs go through the tasks in
+    order, episode by episode; when their number is a multiple of the tasks', each env keeps its task.
+
+    Recycling: simulators leak, some a megabyte per reset. Between two episodes a process that has started
+    ``max_resets`` of them, or holds more than ``max_memory_gb`` of resident memory, is replaced by a fresh one. An
+    episode depends on its seed alone, so results do not change.
+
+    Batched: all rows live in one process, in the class that the simulator names in ``batched``, see
+    :class:`~nexus_lightning.simulator.BatchedSimulator`. For the outside nothing changes.
 
     Why not ``torchrl.envs.ParallelEnv``: it builds a throw-away simulator in the parent to read the specs (1 GB and
     10 s each here), has no seed per episode, and a worker that dies leaves it waiting or ends in a bare ``EOFError``.
@@ -110,7 +132,10 @@ class SimulatorEnv(EnvBase):
         inline: run the simulators in this process, one after the other (for light ones).
         group_size: neighbouring envs that start their k-th episodes alike (GRPO compares them).
         first_env: number of env 0 among the tenant's simulators on all ranks.
-        record_frames: keep a video frame of env 0 at each reset and chunk end, see :meth:`pop_frames`.
+        tasks: values of the simulator's ``task_key``; empty: the one task that ``simulator`` describes.
+        batched: one process for all rows.
+        max_resets: of a process, None for no limit.
+        max_memory_gb: of a process, None for no limit.
         start_timeout_s: time for starting a process and its first reset.
         step_timeout_s: time for each later reset or chunk.
 
@@ -133,7 +158,10 @@ class SimulatorEnv(EnvBase):
         inline: bool = False,
         group_size: int = 1,
         first_env: int = 0,
-        record_frames: bool = False,
+        tasks: Sequence[Any] = (),
+        batched: bool = False,
+        max_resets: int | None = None,
+        max_memory_gb: float | None = None,
         start_timeout_s: float = 600.0,
         step_timeout_s: float = 120.0,
     ) -> None:
@@ -141,21 +169,42 @@ class SimulatorEnv(EnvBase):
             raise ValueError(f"tenant {tenant!r}: simulator has no _target_: name the class, got {dict(simulator)}")
         if num_envs < 1:
             raise ValueError(f"tenant {tenant!r}: num_envs={num_envs}: must be at least 1")
+        if inline and (max_resets, max_memory_gb) != (None, None):
+            raise ValueError(f"tenant {tenant!r}: max_resets and max_memory_gb restart processes, inline has none")
         super().__init__(batch_size=(num_envs,))
-        self.simulator = _plain(simulator)
+        self.simulators = task_configs(_plain(simulator), tasks)
+        self.task_names = task_names(simulator, tasks)
         self.schema = schema
         self.normalizer = copy.deepcopy(normalizer).cpu()
         self.num_envs = num_envs
         self.tenant = tenant
-        self.record_frames = record_frames
+        self.max_resets, self.max_memory_gb = max_resets, max_memory_gb
+        #: Processes replaced so far, and who is told of each: ``(index, reason)``.
+        self.recycled = 0
+        self.on_recycle: Callable[[int, str], object] = lambda index, reason: None
+        #: Episodes ``(task, seed)`` of which a frame is kept at the reset and each chunk end, see :meth:`pop_frames`.
+        self.record: Collection[tuple[int, int]] = ()
         self.start_timeout_s = start_timeout_s
         self.step_timeout_s = step_timeout_s
         self.group_size, self.first_env = group_size, first_env
         self._kind = InlineSimulator if inline else SimulatorProcess
-        self._workers: list[InlineSimulator | SimulatorProcess | None] = [None] * num_envs
+        self._host: type = SimulatorHost
+        self._rows_per_worker = 1
+        if batched:
+            target = simulator_class(simulator).batched
+            if target is None or len(self.simulators) > 1:
+                raise ValueError(
+                    f"tenant {tenant!r}: batched: {simulator['_target_']} with {len(self.simulators)} task(s): needs a "
+                    "simulator class that names its batched form, and one task"
+                )
+            self.simulators = [{**self.simulators[0], "_target_": target, "num_envs": num_envs}]
+            self._host, self._rows_per_worker = BatchedHost, num_envs
+        workers = num_envs // self._rows_per_worker
+        self._workers: list[InlineSimulator | SimulatorProcess | None] = [None] * workers
+        self._resets = [0] * workers  # of each worker that runs
         self._episodes = [_Episode() for _ in range(num_envs)]
-        self._fixed_seeds: deque[int] | None = None
-        self._frames: list[np.ndarray] = []
+        self._fixed: list[tuple[int, int]] | None = None
+        self._frames: dict[tuple[int, int], list[np.ndarray]] = defaultdict(list)
         self._set_seed(seed)
         self._make_specs()
 
@@ -172,12 +221,21 @@ class SimulatorEnv(EnvBase):
             raise ValueError(f"tenant {self.tenant!r}: episodes_started={list(counts)}: give {self.num_envs} counts")
         self._episodes_started = [int(c) for c in counts]
 
-    def set_episodes(self, seeds: Sequence[int] | None) -> None:
-        """The next resets, of whichever env comes first, take exactly these seeds in order, each once.
+    def set_episodes(self, seeds: Sequence[int] | None, tasks: Sequence[int] | None = None) -> None:
+        """The next resets, of whichever env comes first, take exactly these episodes, each once.
 
-        Call a full ``reset()`` next. None returns to the envs' own sequences.
+        An env takes the first one of the task that its simulator is built for, if there is one. Call a full
+        ``reset()`` next. None returns to the envs' own sequences.
+
+        Args:
+            seeds: of the episodes.
+            tasks: index in :attr:`task_names` of each; None: all of the first.
         """
-        self._fixed_seeds = None if seeds is None else deque(int(s) for s in seeds)
+        if seeds is None:
+            self._fixed = None
+        else:
+            tasks = [0] * len(seeds) if tasks is None else tasks
+            self._fixed = [(int(task), int(seed)) for task, seed in zip(tasks, seeds, strict=True)]
         for episode in self._episodes:
             episode.exhausted = False
 
@@ -186,9 +244,9 @@ class SimulatorEnv(EnvBase):
         """bool ``[N]``: envs that asked :meth:`set_episodes` for a seed and found none left."""
         return torch.tensor([e.exhausted for e in self._episodes])
 
-    def pop_frames(self) -> list[np.ndarray]:
-        """Frames of env 0 (uint8 ``[H, W, 3]``) since the last call, oldest first; needs ``record_frames``."""
-        frames, self._frames = self._frames, []
+    def pop_frames(self) -> dict[tuple[int, int], list[np.ndarray]]:
+        """Frames (uint8 ``[H, W, 3]``, oldest first) of the episodes in :attr:`record` since the last call."""
+        frames, self._frames = dict(self._frames), defaultdict(list)
         return frames
 
     def to_native(self, chunk: Tensor) -> np.ndarray:
@@ -200,7 +258,7 @@ class SimulatorEnv(EnvBase):
     def close(self, *, raise_if_closed: bool = True) -> None:
         """Ends every simulator; a later reset starts new ones."""
         workers = self._workers
-        self._workers = [None] * self.num_envs
+        self._workers = [None] * len(workers)
         for worker in workers:
             if worker is not None:
                 worker.close()
@@ -226,6 +284,7 @@ class SimulatorEnv(EnvBase):
                 "success": Binary(n=1, shape=column, dtype=torch.bool),
                 "success_once": Binary(n=1, shape=column, dtype=torch.bool),
                 "executed": Binary(n=schema.chunk, shape=torch.Size((n, schema.chunk)), dtype=torch.bool),
+                "episode_task": Unbounded(shape=column, dtype=torch.int64),
                 "episode_seed": Unbounded(shape=column, dtype=torch.int64),
                 "episode_length": Unbounded(shape=column, dtype=torch.int64),
             },
@@ -243,27 +302,36 @@ class SimulatorEnv(EnvBase):
         self._seed = 0 if seed is None else int(seed)
         self._episodes_started = [0] * self.num_envs
 
-    def _next_seed(self, i: int) -> int | None:
-        if self._fixed_seeds is not None:
-            return self._fixed_seeds.popleft() if self._fixed_seeds else None
+    def _next_episode(self, i: int) -> tuple[int, int] | None:
+        """(task, seed) that env i starts next; None when the fixed ones are used up."""
+        if self._fixed is not None:
+            if not self._fixed:
+                return None
+            # To build a scene takes seconds: rather the task that is built here than one that is built elsewhere.
+            taken = [e.task if e.seed >= 0 or e.observation is not None else None for e in self._episodes]
+            here, elsewhere = taken[i], {*taken[:i], *taken[i + 1 :]}
+            order = [(task != here, task in elsewhere) for task, _ in self._fixed]
+            return self._fixed.pop(order.index(min(order)))
         k = self._episodes_started[i]
         self._episodes_started[i] += 1
-        number = (self.first_env + i) // self.group_size
-        return int(np.random.SeedSequence((self._seed, number, k)).generate_state(1)[0] & 0x7FFFFFFF)
+        group, groups = (self.first_env + i) // self.group_size, -(-self.num_envs // self.group_size)
+        seed = int(np.random.SeedSequence((self._seed, group, k)).generate_state(1)[0] & 0x7FFFFFFF)
+        return (k * groups + group) % len(self.simulators), seed
 
     def _reset(self, tensordict: TensorDictBase | None = None, **kwargs: Any) -> TensorDict:
         mask = None if tensordict is None else tensordict.get("_reset", None)
         rows = range(self.num_envs) if mask is None else mask.view(self.num_envs).nonzero().flatten().tolist()
-        calls: dict[int, tuple] = {}
+        starts: dict[int, tuple[int, dict[str, Any]]] = {}
         for i in rows:
-            seed = self._next_seed(i)
-            if seed is None:
-                last = self._episodes[i]
-                self._episodes[i] = _Episode(last.observation, exhausted=True)
+            episode, last = self._next_episode(i), self._episodes[i]
+            if episode is None:
+                self._episodes[i] = _Episode(last.observation, last.task, exhausted=True)
             else:
-                self._episodes[i] = _Episode(seed=seed)
-                calls[i] = ("reset", seed)
-        for i, answer in self._ask(calls).items():
+                task, seed = episode
+                self._episodes[i] = _Episode(task=task, seed=seed)
+                starts[i] = (seed, self.simulators[task])
+        self._recycle(starts)
+        for i, answer in self._ask("reset", starts).items():
             self._check_contract(i, answer)
             self._episodes[i].observation = answer["observation"]
         return self._tensordict()
@@ -273,7 +341,7 @@ class SimulatorEnv(EnvBase):
         wanted = tensordict.get("_step", None)
         wanted = [True] * self.num_envs if wanted is None else wanted.view(self.num_envs).tolist()
         actions = self.to_native(chunk)
-        calls: dict[int, tuple] = {}
+        calls: dict[int, np.ndarray] = {}
         for i, episode in enumerate(self._episodes):
             episode.reward, episode.success = 0.0, False
             episode.executed = np.zeros(0, dtype=bool)
@@ -282,8 +350,10 @@ class SimulatorEnv(EnvBase):
             elif wanted[i] and not episode.done:
                 if not np.isfinite(actions[i]).all():
                     raise ValueError(f"tenant {self.tenant!r}: the action chunk of env {i} is not finite")
-                calls[i] = ("chunk", actions[i])
-        for i, answer in self._ask(calls).items():
+                calls[i] = actions[i]
+            elif not episode.done and self._rows_per_worker > 1:
+                raise ValueError(f"tenant {self.tenant!r}: env {i}: batched simulators cannot step some envs only")
+        for i, answer in self._ask("chunk", calls).items():
             episode, result = self._episodes[i], answer["result"]
             episode.observation = answer["observation"]
             episode.reward, episode.success = result.reward, result.success
@@ -297,45 +367,81 @@ class SimulatorEnv(EnvBase):
 
     # ---- workers ----
 
-    def _ask(self, calls: dict[int, tuple]) -> dict[int, dict[str, Any]]:
-        """Sends ``{env: (command, argument)}`` to all, then gathers all answers; the first failure is raised after
-        every worker was heard, so that none is left with an unread answer."""
+    def _recycle(self, rows: Collection[int]) -> None:
+        """Close the processes that have lasted long enough, if none of their rows is in the middle of an episode."""
+        for w, worker in enumerate(self._workers):
+            own = range(w * self._rows_per_worker, (w + 1) * self._rows_per_worker)
+            if not isinstance(worker, SimulatorProcess) or not worker.alive or not any(i in rows for i in own):
+                continue
+            if any(i not in rows and not (self._episodes[i].done or self._episodes[i].exhausted) for i in own):
+                continue
+            reason = None
+            if self.max_resets is not None and self._resets[w] >= self.max_resets:
+                reason = f"{self._resets[w]} resets, max_resets={self.max_resets}"
+            elif self.max_memory_gb is not None and (used := worker.memory_bytes / 1e9) > self.max_memory_gb:
+                reason = f"{used:.2f} GB after {self._resets[w]} resets, max_memory_gb={self.max_memory_gb:g}"
+            if reason is not None:
+                worker.close()
+                self._workers[w] = None
+                self.recycled += 1
+                self.on_recycle(w, reason)
+
+    def _ask(self, command: str, arguments: Mapping[int, Any]) -> dict[int, dict[str, Any]]:
+        """Sends a command for the rows of ``arguments`` to their workers, then gathers all answers; the first failure
+        is raised after every worker was heard, so that none is left with an unread answer."""
+        by_worker: dict[int, dict[int, Any]] = defaultdict(dict)
+        for i, argument in arguments.items():
+            by_worker[i // self._rows_per_worker][i] = argument
         failures: list[Exception] = []
         answers: dict[int, dict[str, Any]] = {}
         fresh: set[int] = set()
-        sent = []
-        for i, (command, argument) in calls.items():
-            worker = self._workers[i]
+        sent: list[tuple[int, InlineSimulator | SimulatorProcess]] = []
+        for w, rows in by_worker.items():
+            worker = self._workers[w]
             try:
                 if worker is None or not worker.alive:
                     if command != "reset":
-                        raise SimulatorDied(self.tenant, i, None, "not running: reset this env first")
-                    fresh.add(i)
-                    worker = self._workers[i] = self._kind(self.simulator, self.tenant, i)
+                        raise SimulatorDied(self.tenant, w, None, "not running: reset this env first")
+                    fresh.add(w)
+                    config = self.simulators[self._episodes[min(rows)].task]
+                    worker = self._workers[w] = self._kind(config, self.tenant, w, self._host)
+                    self._resets[w] = 0
                     self.is_closed = False
-                worker.send(command, argument, self.record_frames and i == 0)
-                sent.append(i)
+                worker.send(command, rows, [i for i in rows if self._key(i) in self.record])
+                self._resets[w] += command == "reset"
+                sent.append((w, worker))
             except SimulatorDied as error:
                 failures.append(error)
-        for i in sent:
+        for w, worker in sent:
             try:
-                answers[i] = self._workers[i].receive(self.start_timeout_s if i in fresh else self.step_timeout_s)
+                # A scene of another task is built like the first one of a process.
+                patient = w in fresh or (command == "reset" and len(self.simulators) > 1)
+                answers |= worker.receive(self.start_timeout_s if patient else self.step_timeout_s)
             except (SimulatorDied, SimulatorError) as error:
                 failures.append(error)
         if failures:
             raise failures[0]
-        if 0 in answers and "frame" in answers[0]:
-            self._frames.append(answers[0]["frame"])
+        for i, answer in answers.items():
+            if "frame" in answer:
+                self._frames[self._key(i)].append(answer["frame"])
         return answers
+
+    def _key(self, i: int) -> tuple[int, int]:
+        return self._episodes[i].task, self._episodes[i].seed
 
     def _check_contract(self, i: int, answer: dict[str, Any]) -> None:
         """The simulator's view must be what the schema promises."""
         schema, observation = self.schema, answer["observation"]
         problems = []
+        text, state = observation["instruction"], np.asarray(observation["state"])
+        if not (isinstance(text, str) and text):
+            problems.append(f"instruction={text!r}: the simulator must say in words what to do")
         if answer["gripper"] != schema.gripper:
             problems.append(f"gripper={schema.gripper!r}: the simulator's sign is {answer['gripper']!r}")
-        if np.shape(observation["state"]) != (schema.state_dim,):
-            problems.append(f"state_dim={schema.state_dim}: the simulator gives {np.shape(observation['state'])}")
+        if state.shape != (schema.state_dim,) or state.dtype != np.float32:
+            problems.append(f"state_dim={schema.state_dim}: the simulator gives {state.dtype} {state.shape}")
+        elif not np.isfinite(state).all():
+            problems.append(f"state: dims {np.flatnonzero(~np.isfinite(state)).tolist()} are not finite")
         for camera in schema.cameras:
             image = observation["image"].get(camera)
             if image is None:
@@ -344,7 +450,8 @@ class SimulatorEnv(EnvBase):
                 problems.append(f"image_size={schema.image_size}: {camera!r} is {image.dtype} {image.shape}")
         if problems:
             self.close()
-            raise ValueError(f"tenant {self.tenant!r}: schema and simulator disagree: " + "; ".join(problems))
+            task = f", task {self.task_names[self._episodes[i].task]}" if len(self.simulators) > 1 else ""
+            raise ValueError(f"tenant {self.tenant!r}{task}: schema and simulator disagree: " + "; ".join(problems))
 
     def _tensordict(self) -> TensorDict:
         """The batch as it is now, in fresh tensors."""
@@ -377,11 +484,39 @@ class SimulatorEnv(EnvBase):
                 ),
                 "executed": executed,
                 **{k: column(k, torch.bool) for k in ("success", "success_once", "terminated", "truncated", "done")},
+                "episode_task": column("task", torch.int64),
                 "episode_seed": column("seed", torch.int64),
                 "episode_length": column("length", torch.int64),
             },
             batch_size=[n],
         )
+
+
+def use_batched(environment: EnvironmentConfig) -> bool:
+    """Whether all simulators go into one process: ``auto`` says so where the class can, CUDA is there, and the tenant
+    has one task. ``true`` without one of these is refused with the configuration."""
+    if environment.batched != "auto":
+        return bool(environment.batched)
+    able = getattr(simulator_class(environment.simulator), "batched", None) is not None
+    return able and len(environment.tasks) <= 1 and not environment.inline and torch.cuda.is_available()
+
+
+def make_env(
+    environment: EnvironmentConfig, schema: TenantSchema, normalizer: Normalizer, num_envs: int, **kwargs: Any
+) -> SimulatorEnv:
+    """:class:`SimulatorEnv` as a tenant's configuration says."""
+    return SimulatorEnv(
+        environment.simulator,
+        schema,
+        normalizer,
+        num_envs=num_envs,
+        inline=environment.inline,
+        tasks=environment.tasks,
+        batched=use_batched(environment),
+        max_resets=environment.max_resets,
+        max_memory_gb=environment.max_memory_gb,
+        **kwargs,
+    )
 
 
 def _plain(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -392,25 +527,89 @@ def _plain(config: Mapping[str, Any]) -> dict[str, Any]:
     return cast(dict[str, Any], plain)
 
 
-def check_tenant_env(env: SimulatorEnv, seed: int = 0, max_chunks: int = 50) -> None:
-    """Runs ``env`` for one episode per simulator and checks the contract of :class:`SimulatorEnv`.
+def check_tenant_env(env: SimulatorEnv, seed: int = 0, max_chunks: int = 1000) -> None:
+    """Runs ``env`` for one episode per simulator and task and checks the contract of :class:`SimulatorEnv`.
 
     Use it on a new simulator before training. Random actions are drawn from a generator of its own. Leaves the env
     back on its own seed sequence, in need of a reset.
 
     Raises:
-        ValueError: names what is broken: a key, shape or dtype that differs from the spec, a seed that does not give
-            the same start twice, a step executed after the episode's end, or an action that is not un-normalised.
+        ValueError: names what is broken:
+
+            * a key, shape or dtype that differs from the spec, a value that is not finite, an empty instruction;
+            * a seed that does not give the same start twice, or another start after an episode than before it;
+            * an action that reaches the simulator normalised, in the wrong gripper convention or beyond [-1, 1];
+            * a simulator that starts its next episode by itself, so that the last observation of the finished one is
+              lost; a step that is carried out after the end; an episode that does not end within ``max_chunks``.
     """
     say = f"tenant {env.tenant!r}: "
     generator = torch.Generator().manual_seed(seed)
+    _check_actions(env, say, generator)
+    for task, name in enumerate(env.task_names):
+        where = f"{say}task {name}: " if len(env.task_names) > 1 else say
+        _check_episode(env, where, task, seed, max_chunks, generator)
+    env.set_episodes(None)
+
+
+def _check_actions(env: SimulatorEnv, say: str, generator: torch.Generator) -> None:
+    schema = env.schema
+    chunk = torch.randn(env.num_envs, schema.chunk, schema.action_dim, generator=generator) * 2
+    internal = chunk[:, : schema.execute] * env.normalizer.action_scale + env.normalizer.action_offset
+    native = env.to_native(chunk)
+    if not (np.abs(native) <= 1).all():
+        raise ValueError(f"{say}to_native lets actions beyond [-1, 1] through to the simulator: clip them")
+    if not np.allclose(native, schema.to_native(internal.clamp(-1, 1)).numpy(), atol=1e-6):
+        raise ValueError(f"{say}to_native does not un-normalise, convert and clip the action")
+
+
+def _check_episode(
+    env: SimulatorEnv, say: str, task: int, seed: int, max_chunks: int, generator: torch.Generator
+) -> None:
     schema, n = env.schema, env.num_envs
 
     def start() -> TensorDictBase:
-        env.set_episodes([seed + i for i in range(n)])
-        return env.reset()
+        env.set_episodes([seed + i for i in range(n)], [task] * n)
+        td = env.reset()
+        _check_keys(env, say, td)
+        return td
 
-    td, again = start(), start()
+    td = first = start()
+    again = start()
+    if differing := _differing(first, again):
+        raise ValueError(f"{say}{differing} differ between two resets with one seed: make reset(seed) reproducible")
+
+    td = again
+    ends = TensorDict({}, batch_size=[n])
+    for _ in range(max_chunks):
+        was_done = td["done"].flatten()
+        chunk = torch.randn(n, schema.chunk, schema.action_dim, generator=generator)
+        td = env.step(td.set(("vla_action", "chunk"), chunk))["next"]
+        _check_keys(env, say, td)
+        if not td["reward"].isfinite().all():
+            raise ValueError(f"{say}the reward is not finite: {td['reward'].flatten().tolist()}")
+        executed = td["executed"].int()
+        if (executed.diff(dim=1) > 0).any() or executed[:, schema.execute :].any():
+            raise ValueError(f"{say}executed={executed.tolist()}: must be the first {schema.execute} or fewer actions")
+        if executed[was_done].any() or not td["done"].flatten()[was_done].all():
+            raise ValueError(f"{say}a step was executed after the end of an episode")
+        ends = td
+        if td["done"].all():
+            break
+    else:
+        raise ValueError(f"{say}no end of the episode within {max_chunks} chunks: the simulator needs a step limit")
+    for i in range(n):
+        if not _differing(cast(TensorDict, first[i]), cast(TensorDict, ends[i])):
+            raise ValueError(
+                f"{say}what env {i} shows at the end of its episode is the start of that episode: the simulator must "
+                "not reset by itself, the last observation belongs to the finished episode"
+            )
+    if differing := _differing(first, start()):
+        raise ValueError(
+            f"{say}{differing} of a reset depend on the episode before it: reset(seed) must put everything back"
+        )
+
+
+def _check_keys(env: SimulatorEnv, say: str, td: TensorDictBase) -> None:
     for key, spec in env.observation_spec.items(True, True):
         if isinstance(spec, NonTensor):
             continue
@@ -418,26 +617,17 @@ def check_tenant_env(env: SimulatorEnv, seed: int = 0, max_chunks: int = 50) -> 
         if value is None or value.shape != spec.shape or value.dtype != spec.dtype:
             found = None if value is None else (tuple(value.shape), value.dtype)
             raise ValueError(f"{say}key {key}: expected {(tuple(spec.shape), spec.dtype)}, got {found}")
-        if not torch.equal(value, again[key]):
-            raise ValueError(f"{say}key {key} differs between two resets with one seed: make reset(seed) reproducible")
-    if not all(td["language_instruction"]):
+        if value.is_floating_point() and not value.isfinite().all():
+            raise ValueError(f"{say}key {key}: not finite")
+    if not all(isinstance(text, str) and text for text in td["language_instruction"]):
         raise ValueError(f"{say}the simulator gives an empty instruction")
 
-    chunk = torch.randn(n, schema.chunk, schema.action_dim, generator=generator)
-    internal = chunk[:, : schema.execute] * env.normalizer.action_scale + env.normalizer.action_offset
-    if not np.allclose(env.to_native(chunk), schema.to_native(internal.clamp(-1, 1)).numpy(), atol=1e-6):
-        raise ValueError(f"{say}to_native does not un-normalise, convert and clip the action")
 
-    td = again
-    for _ in range(max_chunks):
-        was_done = td["done"].flatten()
-        td = env.step(td.set(("vla_action", "chunk"), chunk))["next"]
-        executed = td["executed"].int()
-        if (executed.diff(dim=1) > 0).any() or executed[:, schema.execute :].any():
-            raise ValueError(f"{say}executed={executed.tolist()}: must be the first {schema.execute} or fewer actions")
-        if executed[was_done].any() or not td["done"].flatten()[was_done].all():
-            raise ValueError(f"{say}a step was executed after the end of an episode")
-        if td["done"].all():
-            break
-        chunk = torch.randn(chunk.shape, generator=generator)
-    env.set_episodes(None)
+def _differing(a: TensorDictBase, b: TensorDictBase) -> str:
+    """Which of instruction and observations differ between two batches, as text; empty when none does."""
+    seen, again = cast(TensorDictBase, a["observation"]), cast(TensorDictBase, b["observation"])
+    keys = [key for key, value in seen.items(True, True) if not torch.equal(value, again[key])]
+    names = ["observation/" + "/".join((key,) if isinstance(key, str) else key) for key in keys]
+    if a["language_instruction"] != b["language_instruction"]:
+        names.append("language_instruction")
+    return ", ".join(names)

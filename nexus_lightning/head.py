@@ -159,6 +159,17 @@ class ActionHead(nn.Module):
         """Critic estimate ``[B, 1]``."""
         raise NotImplementedError
 
+    def q_network(self, action_size: int) -> nn.Module:
+        """A fresh network like the critic's that also sees actions; offline RL by iql needs it, nothing else does.
+
+        Args:
+            action_size: how many numbers stand behind the S of the state.
+
+        Returns:
+            A module: ``(features [B], [B, S + action_size])`` -> ``[B, 1]``. It belongs to the caller, not to the head.
+        """
+        raise NotImplementedError
+
 
 def _overrides(cls: type[ActionHead], name: str) -> bool:
     return getattr(cls, name) is not getattr(ActionHead, name)

@@ -72,6 +72,7 @@ class LeaseStream:
             if runtime.control is not None:
                 jobs = runtime.control.next_jobs()
             else:
+                runtime.prepare_jobs()
                 jobs = runtime.lease_group(timeout_s=IDLE_TICK_S)
                 runtime.tick()
             leases = [lease for job in jobs if (lease := runtime.read(job)) is not None]

@@ -6,6 +6,7 @@ import contextlib
 import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
 import lightning as L
@@ -18,8 +19,15 @@ from torch.distributed.fsdp import FSDPModule
 from nexus_lightning.backbone import Backbone, VLAFeature
 from nexus_lightning.checkpoint import read_payload
 from nexus_lightning.features.grouping import EncodeRequest, EncodeStats, cut_passes, encode_together, kinds_of
-from nexus_lightning.features.reuse import PROBE_INSTRUCTION, blank_observation
-from nexus_lightning.objectives import AWRObjective, PolicyGradientObjective, SFTObjective
+from nexus_lightning.features.reuse import PROBE_INSTRUCTION, blank_observation, full_precision
+from nexus_lightning.objectives import (
+    AWRObjective,
+    CoTrainingObjective,
+    IQLObjective,
+    Objective,
+    PolicyGradientObjective,
+    SFTObjective,
+)
 from nexus_lightning.placement.control import Failure, Ranks, agreed_failures
 from nexus_lightning.placement.shares import Minibatch, Moments, RowWeights, cut_in_order, cut_permutation, rows_of
 from nexus_lightning.schema import TenantSchema
@@ -96,12 +104,19 @@ class MultiTenantModule(L.LightningModule):
         self.slots = slots
         self.heads = nn.ModuleDict({name: slot.head for name, slot in slots.items()})
         self.normalizers = nn.ModuleDict({name: slot.normalizer for name, slot in slots.items()})
-        self.objectives = {name: build_objective(slot) for name, slot in slots.items()}
+        self.critics = nn.ModuleDict({name: slot.critic for name, slot in slots.items() if slot.critic is not None})
+        self.build_objectives()
         self.runtime: Runtime | None = None  # set by the trainer
         self.shard: Callable[[MultiTenantModule], None] | None = None  # set by the trainer: the strategy's
         self.sharded_backbone = False
         self.encode_stats = EncodeStats()  # what the actor encoded (the reader and the server count their own)
         self._restored: dict[str, Any] | None = None
+
+    def build_objectives(self) -> None:
+        """What every tenant minimises; again when its head has been replaced by a sharded one."""
+        self.objectives = {
+            name: build_objective(slot, partial(self._draw_demonstrations, slot)) for name, slot in self.slots.items()
+        }
 
     # ------------------------------------------------------------------------------------------------- training
 
@@ -146,6 +161,21 @@ class MultiTenantModule(L.LightningModule):
     def _ranks(self) -> Ranks:
         assert self.runtime is not None
         return self.runtime.ranks
+
+    def actor_forward(self, slot: TenantSlot, data: TensorDict) -> TensorDict:
+        """How the policy that is about to train sees a rollout: its derived columns, see the objective's method.
+
+        Without feature reuse the rollout is encoded here and once more when it trains.
+        """
+        objective, algorithm = self.objectives[slot.name], slot.spec.config.algorithm
+        rl = objective.rl if isinstance(objective, CoTrainingObjective) else objective
+        assert isinstance(rl, PolicyGradientObjective) and algorithm is not None
+        data = cast(TensorDict, data.to(self.device))
+        if "features" not in data.keys():
+            data = self._with_features([(slot, data)])[0]
+        slot.head.train()  # as while it trains: the first ratio is exactly 1
+        parts = [rl.actor_forward(full_precision(part)) for part in data.split(algorithm.minibatch_size)]
+        return cast(TensorDict, torch.cat(parts)).cpu()  # type: ignore[arg-type]
 
     def _guarded(self, update: _Update, action: Callable[..., Any], *args: Any) -> Any:
         """Run one tenant's part; what it raises takes that tenant out of the run and nobody else."""
@@ -227,7 +257,7 @@ class MultiTenantModule(L.LightningModule):
         if batch is None:
             update.history.append({})
             return None
-        given = (_full_precision(batch), slot.jobs_completed)
+        given = (full_precision(batch), slot.jobs_completed)
         losses = objective.loss(*given) if shares is None else objective.loss(*given, shares)
         loss = losses["loss"]
         if not bool(torch.isfinite(loss.detach()).all()):
@@ -247,6 +277,8 @@ class MultiTenantModule(L.LightningModule):
         slot.scheduler.step()
         if slot.ema is not None:
             slot.ema.update_parameters(slot.head)
+        if slot.critic is not None:
+            slot.critic.update_slow()
         slot.optimizer_steps += 1
 
     def _finish(self, update: _Update) -> None:
@@ -486,6 +518,13 @@ class MultiTenantModule(L.LightningModule):
             encoded.append(rows)
         return encoded
 
+    def _draw_demonstrations(self, slot: TenantSlot, count: int) -> TensorDict:
+        """The next ``count`` demonstrations of an RL tenant that mixes them in."""
+        assert self.runtime is not None
+        batch = self.runtime.demonstrations[slot.name].read(slot.demonstrations_drawn, count)
+        slot.demonstrations_drawn += count
+        return full_precision(batch.to(self.device))
+
     def _lightning_optimizer(self, slot: TenantSlot) -> LightningOptimizer:
         optimizers = self.optimizers()
         for optimizer in optimizers if isinstance(optimizers, list) else [optimizers]:
@@ -546,16 +585,24 @@ class MultiTenantModule(L.LightningModule):
         self.runtime.restore(saved)
 
 
-def build_objective(slot: TenantSlot) -> SFTObjective | PolicyGradientObjective | AWRObjective:
-    config = slot.spec.config
-    if config.task == "rl":
-        assert config.algorithm is not None
-        return PolicyGradientObjective(slot.head, slot.normalizer, config.algorithm)
-    assert config.dataset is not None
+def build_objective(slot: TenantSlot, draw: Callable[[int], TensorDict]) -> Objective:
+    """What the tenant's jobs minimise; ``draw`` gives the demonstrations that an RL tenant mixes in."""
+    config, head, normalizer = slot.spec.config, slot.head, slot.normalizer
+    algorithm, dataset = config.algorithm, config.dataset
+    supervised = None if dataset is None else SFTObjective(head, normalizer, dataset.batch_size)
     if config.task == "sft":
-        return SFTObjective(slot.head, slot.normalizer, config.dataset.batch_size)
-    assert config.algorithm is not None
-    return AWRObjective(slot.head, slot.normalizer, config.algorithm, config.dataset.batch_size)
+        assert supervised is not None
+        return supervised
+    assert algorithm is not None
+    if config.task == "rl":
+        rl = PolicyGradientObjective(head, normalizer, algorithm)
+        if supervised is None or algorithm.sft_weight is None:
+            return rl
+        return CoTrainingObjective(rl, supervised, algorithm.sft_weight, draw)
+    assert dataset is not None
+    if slot.critic is None:
+        return AWRObjective(head, normalizer, algorithm, dataset.batch_size)
+    return IQLObjective(head, slot.critic, normalizer, algorithm, dataset.batch_size)
 
 
 def _parameters(slot: TenantSlot) -> list[nn.Parameter]:
@@ -574,11 +621,3 @@ def _common_dtype(tensors: list[nn.Parameter]) -> torch.dtype:
 def _batches(data: TensorDict | None, cut: list[Minibatch]) -> Iterator[TensorDict | None]:
     for minibatch in cut:
         yield None if data is None or not len(minibatch.rows) else rows_of(data, minibatch.rows)
-
-
-def _full_precision(batch: TensorDict) -> TensorDict:
-    """Features are stored compactly or in the backbone's dtype; heads see float32."""
-    features = cast(VLAFeature, batch.get("features"))
-    batch = batch.copy()
-    batch["features"] = features.for_head()
-    return batch

@@ -60,6 +60,12 @@ class Policy:
         return self.schema.to_native(self.slot.normalizer.unnormalize_action(chunk))
 
 
+def payload_tenant(path: str | Path) -> TenantConfig:
+    """The configuration a payload was trained with; no backbone is built."""
+    payload = read_payload(resolve_payload(Path(path)))
+    return tenant_from_dict(payload.manifest["config"], f"{payload.path}/manifest.json config")
+
+
 def load_policy(path: str | Path, backbone: Backbone | None = None) -> Policy:
     """Payload (or exported policy) folder -> :class:`Policy` in eval mode.
 

@@ -6,40 +6,52 @@ import logging
 import signal
 import threading
 import time
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from tensordict import TensorDict
+
 from nexus_lightning.backbone import Backbone
 from nexus_lightning.checkpoint import write_payload
 from nexus_lightning.config import NexusConfig, dataset_root
-from nexus_lightning.environment import SimulatorEnv
+from nexus_lightning.environment import SimulatorEnv, make_env
 from nexus_lightning.features.reuse import PassCounter, plan_reuse
 from nexus_lightning.features.store import FeatureStore
 from nexus_lightning.loop import Lease
 from nexus_lightning.monitoring.events import EventLog
 from nexus_lightning.monitoring.progress import RunStatus, TenantStatus
-from nexus_lightning.objectives import AWRObjective, PolicyGradientObjective, SFTObjective
+from nexus_lightning.objectives import job_fields
+from nexus_lightning.objectives.policy_gradient import EXECUTED
 from nexus_lightning.placement.control import Control, Failure, Ranks
 from nexus_lightning.placement.shares import Share, mean_of_rollouts
 from nexus_lightning.producers.base import Producer
-from nexus_lightning.producers.demonstrations import DemonstrationProducer, DemonstrationReader, open_dataset
-from nexus_lightning.producers.evaluation import EvalResult, EvaluationProducer, Evaluator, result_dict, summarise
-from nexus_lightning.producers.rollouts import AbsentRolloutProducer, RolloutProducer
+from nexus_lightning.producers.demonstrations import (
+    DemonstrationProducer,
+    DemonstrationReader,
+    DemonstrationStream,
+    open_dataset,
+)
+from nexus_lightning.producers.evaluation import (
+    EvalResult,
+    EvaluationProducer,
+    Evaluator,
+    list_episodes,
+    result_dict,
+    summarise,
+)
+from nexus_lightning.producers.rollouts import AbsentRolloutProducer, RolloutProducer, advantage_stage
 from nexus_lightning.queues.inference import ServedPolicies, TenantInferenceServer
-from nexus_lightning.queues.jobs import Job, LeaseLost, Scheduler
+from nexus_lightning.queues.jobs import Job, JobState, LeaseLost, Scheduler
 from nexus_lightning.queues.journal import Journal
 from nexus_lightning.queues.training import TrainingQueue
 from nexus_lightning.tenant import TenantSlot, derive_seed
 
 log = logging.getLogger(__name__)
 
-#: Columns that the actor reads, by task.
-OBJECTIVE_FIELDS = {
-    "sft": SFTObjective.fields,
-    "rl": PolicyGradientObjective.fields,
-    "offline_rl": AWRObjective.fields,
-}
+#: Columns of what was observed, by whether the partition holds features.
+OBSERVED = {True: ("features", "state"), False: ("observation", "language_instruction")}
 
 
 class Runtime:
@@ -102,7 +114,10 @@ class Runtime:
         self.producers: list[Producer] = []
         self.evaluators: dict[str, Evaluator] = {}
         self.readers: dict[str, DemonstrationReader] = {}
+        self.demonstrations: dict[str, DemonstrationStream] = {}  # what RL tenants mix into their training
         self.on_metrics: Callable[[dict[str, float], int], object] = lambda metrics, step: None
+        #: (slot, rows of a rollout) -> derived columns; the module's, set by the trainer.
+        self.actor_forward: Callable[[TenantSlot, Any], TensorDict]
         self.job_index = 0
         self.interrupted = False
         self.stopped = False  # several ranks: they have agreed to lease nothing more
@@ -160,6 +175,9 @@ class Runtime:
             return [AbsentRolloutProducer(slot, self.served, self.scheduler, self.quarantine, self.lease_deadline_s)]
         if config.task == "rl":
             assert env is not None
+            reader = None if config.dataset is None else self._reader(slot)
+            if reader is not None:
+                self.demonstrations[slot.name] = DemonstrationStream(reader, slot.spec.seed)
             producers.append(
                 RolloutProducer(
                     slot,
@@ -176,23 +194,11 @@ class Runtime:
                     self.reuse[slot.name].reuse,
                     self.passes[slot.name],
                     share,
+                    reader if config.features.warm_up else None,
                 )
             )
             return producers
-        assert config.dataset is not None
-        dataset = self.datasets.pop(slot.name, None)
-        if dataset is None:
-            dataset = open_dataset(config.dataset, slot.spec.schema, dataset_root(config, self.config.data_dir))
-        reader = self.readers[slot.name] = DemonstrationReader(
-            dataset,
-            config.dataset,
-            slot.spec.schema,
-            self.backbone,
-            slot.head.feature_spec,
-            None if config.features.reuse == "never" else self.store,
-            self.passes[slot.name],
-            gamma=config.algorithm.gamma if config.algorithm is not None else None,
-        )
+        reader = self._reader(slot)
         status = self.status.tenants[slot.name]
 
         def on_progress(text: str) -> None:
@@ -214,28 +220,52 @@ class Runtime:
             producers.append(EvaluationProducer(evaluator, self.quarantine))
         return producers
 
+    def _reader(self, slot: TenantSlot) -> DemonstrationReader:
+        config = slot.spec.config
+        assert config.dataset is not None
+        dataset = self.datasets.pop(slot.name, None)
+        if dataset is None:
+            dataset = open_dataset(config.dataset, slot.spec.schema, dataset_root(config, self.config.data_dir))
+        reader = self.readers[slot.name] = DemonstrationReader(
+            dataset,
+            config.dataset,
+            slot.spec.schema,
+            self.backbone,
+            slot.head.feature_spec,
+            # of an RL tenant `features.reuse` is about its rollouts
+            None if config.features.reuse == "never" and config.task != "rl" else self.store,
+            self.passes[slot.name],
+            config.algorithm if config.task == "offline_rl" else None,
+        )
+        return reader
+
     def _environment(self, slot: TenantSlot) -> SimulatorEnv | None:
         config = slot.spec.config
         share = self.shares[slot.name]
         if config.environment is None or (config.task != "rl" and not config.eval.episodes) or share.index is None:
             return None
         first, end = share.block(config.environment.num_envs) if config.task == "rl" else (0, config.eval.num_envs)
-        return SimulatorEnv(
-            config.environment.simulator,
+        env = make_env(
+            config.environment,
             slot.spec.schema,
             slot.normalizer,
             num_envs=end - first,
             first_env=first,
             seed=derive_seed(slot.spec.seed, "environment") % 2**31,
             tenant=slot.name,
-            inline=config.environment.inline,
             group_size=1 if config.algorithm is None else config.algorithm.group_size or 1,
         )
+        env.on_recycle = lambda index, reason: self.events.point(
+            "simulator_recycled", slot.name, simulator=index, reason=reason, count=env.recycled
+        )
+        return env
 
     def _evaluator(self, slot: TenantSlot, env: SimulatorEnv) -> Evaluator:
         config = slot.spec.config.eval
-        episodes = 1 if self.config.trainer.fast_dev_run else config.episodes
-        seeds = list(range(config.first_seed, config.first_seed + episodes))
+        if self.config.trainer.fast_dev_run:
+            episodes = [(0, config.first_seed)]
+        else:
+            episodes = list_episodes(len(env.task_names), config.first_seed, config.episodes)
         share = self.shares[slot.name]
         video = config.video and share.index == 0
         evaluator = Evaluator(
@@ -243,9 +273,9 @@ class Runtime:
             env,
             self.served,
             self.server,
-            seeds[share.index :: share.count],
+            episodes[share.index :: share.count],
             self._on_evaluation,
-            lambda start, end: self.events.span("environment", {slot.name: episodes}, start, end, kind="eval"),
+            lambda start, end: self.events.span("environment", {slot.name: len(episodes)}, start, end, kind="eval"),
             self.events.now,
             self.run_dir / "videos" / f"{slot.name}.mp4" if video else None,
         )
@@ -376,12 +406,47 @@ class Runtime:
     def actor_versions(self) -> dict[str, int]:
         return {name: slot.policy_version for name, slot in self.slots.items() if slot.quarantined is None}
 
+    def prepare_jobs(self) -> None:
+        """The stages of jobs that wait for the actor (``algorithm.proximal``), right before one of them is leased.
+
+        One job of a tenant at a time: its policy does not change until that job is trained, so what is computed here is
+        exactly what the job starts from.
+        """
+        for name in self.actor_versions():
+            slot = self.slots[name]
+            algorithm = slot.spec.config.algorithm
+            if algorithm is None or not algorithm.proximal or self.scheduler.depth(name):
+                continue
+            job = self.scheduler.lease_stage(JobState.NEEDS_ACTOR_FORWARD, self.lease_deadline_s, tenant_id=name)
+            if job is None:
+                continue
+            try:
+                self._actor_forward(slot, job)
+                environment = slot.spec.config.environment
+                assert environment is not None
+                advantage_stage(self.scheduler, self.queue, slot, self.lease_deadline_s, environment.num_envs)
+            except Exception as error:
+                self.quarantine(name, f"{type(error).__name__}: {error}", traceback.format_exc())
+
+    def _actor_forward(self, slot: TenantSlot, job: Job) -> None:
+        fields = ("vla_action", EXECUTED, *OBSERVED[job.metadata["features"]])
+        self.queue.release(job.partition_id, "actor_forward")
+        meta = self.queue.get_meta(fields, None, job.partition_id, "actor_forward")
+        assert meta is not None, f"job {job.job_id} waits for the actor without its columns"
+        start_s = self.events.now()
+        self.queue.put(self.actor_forward(slot, self.queue.get_data(meta)), metadata=meta)
+        self.queue.ack(meta)
+        self.events.span("actor", {slot.name: job.sample_count}, start_s, self.events.now(), kind="actor_forward")
+        self.scheduler.mark(
+            job.job_id, JobState.NEEDS_ADVANTAGES, lease_id=job.lease_id, proximal_policy_version=slot.policy_version
+        )
+
     def read(self, job: Job) -> Lease | None:
         """The columns of a leased job that its objective reads (views, no copy); None when it was ended meanwhile."""
         if job.metadata.get("absent"):
             return Lease(job, None, None)
-        fields = OBJECTIVE_FIELDS[job.task_type]
-        fields += ("features", "state") if job.metadata["features"] else ("observation", "language_instruction")
+        fields = job_fields(self.slots[job.tenant_id].spec.config)
+        fields += OBSERVED[job.metadata["features"]]
         self.queue.release(job.partition_id, "train")  # rows that an expired lease had handed out
         try:
             meta = self.queue.get_meta(fields, None, job.partition_id, "train")
@@ -413,7 +478,11 @@ class Runtime:
         status.jobs, status.version, status.loss = slot.jobs_completed, slot.policy_version, metrics["loss"]
         staleness = {}
         if job.behavior_policy_version is not None:
-            staleness["staleness"] = float(slot.policy_version - 1 - job.behavior_policy_version)
+            staleness = {
+                "staleness": float(slot.policy_version - 1 - job.behavior_policy_version),
+                "dropped": float(self.scheduler.dropped(slot.name)),
+                "in_flight_bound": float(self.scheduler.bound(slot.name)),
+            }
         passes = {"backbone_passes_per_observation": self.passes[slot.name].passes_per_observation}
         self.log(slot.name, "train", {**metrics, **staleness, **passes})
         evaluator = self.evaluators.get(slot.name)
@@ -590,6 +659,7 @@ class Runtime:
         slot = self.slots[result.tenant]
         slot.evaluations.append({**result_dict(result), "jobs_completed": slot.jobs_completed})
         self.status.tenants[result.tenant].success_rate = result.success_rate
+        tasks = {f"success_rate_{r.task}": r.success_rate for r in result.by_task} if len(result.by_task) > 1 else {}
         self.log(
             result.tenant,
             "eval",
@@ -601,6 +671,7 @@ class Runtime:
                 "episode_return": result.episode_return,
                 "episode_length": result.episode_length,
                 "policy_version": float(result.policy_version),
+                **tasks,
             },
         )
         if video is not None:

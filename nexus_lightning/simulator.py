@@ -6,10 +6,13 @@ environment and re-exports the names below.
 
 ::
 
-    SimulatorEnv (main process)                  worker process i
-      send("reset", seed) ───────── pipe ──────►  Simulator.reset, observe
-      send("chunk", actions [K, A]) ── pipe ───►  execute_chunk, observe (renders once per chunk)
-      receive(timeout_s) ◄───────── pipe ───────  answer, or the traceback of what went wrong
+    SimulatorEnv (main process)                        worker process i
+      send("reset", {row: (seed, config)}) ── pipe ───►  Simulator.reset, observe
+      send("chunk", {row: actions [K, A]}) ── pipe ───►  execute_chunk, observe (renders once per chunk)
+      receive(timeout_s) ◄──────────────────── pipe ───  {row: answer}, or the traceback of what went wrong
+
+A row is an env of the batch. A worker has one of them and a :class:`Simulator`, or all of them and a
+:class:`BatchedSimulator`.
 """
 
 from __future__ import annotations
@@ -21,11 +24,15 @@ import sys
 import threading
 import time
 import traceback
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
-from typing import Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import numpy as np
+
+if TYPE_CHECKING:
+    from nexus_lightning.schema import TenantSchema
 
 #: Thread settings of a worker process unless the caller's environment says otherwise: with one process per simulator,
 #: more threads per process only fight each other.
@@ -64,6 +71,24 @@ class ChunkResult:
         return iter((self.reward, self.success, self.terminated, self.truncated, self.executed))
 
 
+@dataclass(frozen=True)
+class Suite:
+    """Tasks that are evaluated together; a simulator class lists its own in ``suites``.
+
+    Attributes:
+        tasks: values of the simulator's ``task_key``.
+        arguments: of the simulator, fixed by the suite (step limits ...).
+        num_initial_states: recorded initial states of a task, seed e starts in state e; None: any seed is a new start.
+        only_fitting: a collection to choose from, of which a policy is measured on what fits its schema. Otherwise the
+            suite is a benchmark: a policy takes all of it, or the tasks that it names.
+    """
+
+    tasks: tuple[Any, ...]
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+    num_initial_states: int | None = None
+    only_fitting: bool = False
+
+
 class Simulator:
     """One simulated robot in one scene. Subclasses live in ``envs/`` and are named by ``_target_`` in a config.
 
@@ -97,6 +122,19 @@ class Simulator:
     image_orientation: ClassVar[str] = "upright"
     #: Packages it imports -> the extra of this project that installs them; missing ones are reported before a run.
     requires: ClassVar[dict[str, str]] = {}
+    #: Name of the argument that says which task it is, for ``environment.tasks``; None: it has one task.
+    task_key: ClassVar[str | None] = None
+    suites: ClassVar[Mapping[str, Suite]] = {}
+    #: Dotted name of the :class:`BatchedSimulator` that takes the same arguments; None: there is none.
+    batched: ClassVar[str | None] = None
+
+    @classmethod
+    def problems(cls, arguments: Mapping[str, Any], schema: TenantSchema) -> list[str]:
+        """Why a policy of this schema cannot act in the task of these arguments, as ``key=value: what differs``.
+
+        Asked before any simulator starts; what only a running one can tell is checked at its first reset.
+        """
+        return []
 
     def reset(self, seed: int) -> None:
         """Starts a new episode; one seed always gives the same initial state."""
@@ -150,6 +188,47 @@ def execute_chunk(sim: Simulator, actions: np.ndarray) -> ChunkResult:
     return ChunkResult(reward, success, bool(step.terminated), bool(step.truncated), executed)
 
 
+@dataclass
+class BatchedSteps:
+    """What one control step of every row gave, ``[N]`` each: float32 ``reward``, the others bool."""
+
+    reward: np.ndarray
+    success: np.ndarray
+    terminated: np.ndarray
+    truncated: np.ndarray
+
+
+class BatchedSimulator:
+    """``num_envs`` scenes of one task that are stepped together, usually on a GPU.
+
+    The same contract as :class:`Simulator`, row by row: a row's episode depends on its own seed alone, and nothing
+    resets by itself. Rows whose episode has ended are stepped along with zero actions; what they give is ignored.
+    Built with ``num_envs`` besides the arguments of the simulator that names it in ``batched``.
+    """
+
+    gripper: ClassVar[str]
+    num_envs: int
+
+    def reset(self, row: int, seed: int) -> None:
+        """Starts a new episode in one row and leaves the others alone."""
+        raise NotImplementedError
+
+    def step(self, actions: np.ndarray) -> BatchedSteps:
+        """One control step of all rows. ``actions``: float32 ``[N, A]``. Does not render."""
+        raise NotImplementedError
+
+    def observe(self) -> dict[str, Any]:
+        """As of a simulator, with ``N`` in front: ``image`` uint8 ``[N, 3, H, W]``, ``state`` float32 ``[N, S]``."""
+        raise NotImplementedError
+
+    def render_frames(self) -> np.ndarray:
+        """Frames for videos, uint8 ``[N, H, W, 3]``."""
+        raise NotImplementedError(f"{type(self).__name__} has no render_frames: no video can be made")
+
+    def close(self) -> None:
+        """Frees the simulator; called once."""
+
+
 class SimulatorError(RuntimeError):
     """A simulator raised; the message carries the worker's traceback."""
 
@@ -172,39 +251,149 @@ class SimulatorDied(RuntimeError):
         return type(self), (self.tenant, self.index, self.exit_code, self.reason)
 
 
-def build_simulator(config: dict[str, Any]) -> Simulator:
+def build_simulator(config: dict[str, Any], **arguments: Any) -> Any:
     """Instantiates ``{"_target_": "package.module.Class", **kwargs}``."""
     from hydra.utils import instantiate
 
-    return instantiate(config, _convert_="all")
+    return instantiate(config, **arguments, _convert_="all")
+
+
+def simulator_class(config: Mapping[str, Any]) -> type[Simulator]:
+    """The class that ``_target_`` names; importing its module imports no simulator."""
+    from hydra.utils import get_class
+
+    return get_class(config["_target_"])
+
+
+def task_configs(config: Mapping[str, Any], tasks: Sequence[Any]) -> list[dict[str, Any]]:
+    """One config per task: ``config`` with each of ``tasks`` as the class's ``task_key``; ``[config]`` without any.
+
+    Raises:
+        ValueError: the class has one task, or a task is listed twice.
+    """
+    if not tasks:
+        return [dict(config)]
+    key = simulator_class(config).task_key
+    if key is None:
+        raise ValueError(f"tasks={list(tasks)}: {config['_target_']} has one task only; leave tasks empty")
+    if len({str(task) for task in tasks}) < len(tasks):
+        raise ValueError(f"tasks={list(tasks)}: a task is listed twice")
+    return [{**config, key: task} for task in tasks]
+
+
+def task_names(config: Mapping[str, Any], tasks: Sequence[Any]) -> list[str]:
+    """What tables call each of :func:`task_configs`."""
+    cls = simulator_class(config)
+    key = getattr(cls, "task_key", None)
+    return [str(task) for task in tasks] or [str(config.get(key, cls.__name__)) if key else cls.__name__]
 
 
 class SimulatorHost:
-    """Answers the commands of :class:`SimulatorEnv` on one simulator (in a worker process, or inline)."""
+    """Answers the commands of :class:`SimulatorEnv` on one simulator (in a worker process, or inline).
+
+    The simulator is built at the start and again whenever an episode asks for another task. There is one at a time:
+    a scene takes up to a gigabyte.
+    """
 
     def __init__(self, config: dict[str, Any]) -> None:
-        self.sim = build_simulator(config)
+        self._build(config)
 
-    def reset(self, seed: int, frame: bool) -> dict[str, Any]:
+    def reset(self, starts: dict[int, tuple[int, dict[str, Any]]], frames: Collection[int]) -> dict[int, Any]:
+        ((row, (seed, config)),) = starts.items()
+        if config != self.config:
+            self.close()
+            self._build(config)
         self.sim.reset(seed)
-        return self._view(frame)
+        return {row: self._view(row in frames)}
 
-    def chunk(self, actions: np.ndarray, frame: bool) -> dict[str, Any]:
-        return {"result": execute_chunk(self.sim, actions), **self._view(frame)}
+    def chunk(self, actions: dict[int, np.ndarray], frames: Collection[int]) -> dict[int, Any]:
+        ((row, chunk),) = actions.items()
+        return {row: {"result": execute_chunk(self.sim, chunk), **self._view(row in frames)}}
 
     def close(self) -> None:
-        self.sim.close()
+        if not self._closed:
+            self._closed = True
+            self.sim.close()
+
+    def _build(self, config: dict[str, Any]) -> None:
+        self._closed = True  # until there is something to close
+        self.sim: Simulator = build_simulator(config)
+        self.config, self._closed = config, False
 
     def _view(self, frame: bool) -> dict[str, Any]:
         view = {"observation": self.sim.observe(), "gripper": self.sim.gripper}
         return {**view, "frame": self.sim.render_frame()} if frame else view
 
 
-class InlineSimulator:
-    """A :class:`SimulatorHost` in this process behind the interface of :class:`SimulatorProcess`."""
+class BatchedHost:
+    """:class:`SimulatorHost` of all rows at once, on a :class:`BatchedSimulator`."""
 
-    def __init__(self, config: dict[str, Any], tenant: str, index: int) -> None:
-        self._host = SimulatorHost(config)
+    def __init__(self, config: dict[str, Any]) -> None:
+        self.sim: BatchedSimulator = build_simulator(config)
+
+    def reset(self, starts: dict[int, tuple[int, dict[str, Any]]], frames: Collection[int]) -> dict[int, Any]:
+        for row, (seed, _) in starts.items():
+            self.sim.reset(row, seed)
+        return self._views(starts, frames)
+
+    def chunk(self, actions: dict[int, np.ndarray], frames: Collection[int]) -> dict[int, Any]:
+        """Each row up to its first done. A row that ends inside the chunk is looked at there and then, before the
+        others move on."""
+        running, results, views = set(actions), {}, {}
+        length = max(len(chunk) for chunk in actions.values())
+        shape = next(iter(actions.values())).shape[1:]
+        parts: dict[int, list[BatchedSteps]] = {row: [] for row in actions}
+        for k in range(length):
+            batch = np.zeros((self.sim.num_envs, *shape), dtype=np.float32)
+            for row in running:
+                batch[row] = actions[row][k]
+            steps = self.sim.step(batch)
+            for row in running:
+                parts[row].append(steps)
+            ended = {row for row in running if steps.terminated[row] or steps.truncated[row]}
+            if ended:
+                views |= self._views(ended, frames)
+                running -= ended
+            if not running:
+                break
+        views |= self._views(running, frames)
+        for row, steps in parts.items():
+            executed = np.arange(len(actions[row])) < len(steps)
+            results[row] = ChunkResult(
+                reward=float(sum(float(step.reward[row]) for step in steps)),
+                success=any(bool(step.success[row]) for step in steps),
+                terminated=bool(steps[-1].terminated[row]),
+                truncated=bool(steps[-1].truncated[row]),
+                executed=executed,
+            )
+        return {row: {"result": results[row], **views[row]} for row in actions}
+
+    def close(self) -> None:
+        self.sim.close()
+
+    def _views(self, rows: Collection[int], frames: Collection[int]) -> dict[int, Any]:
+        if not rows:
+            return {}
+        seen = self.sim.observe()
+        pictures = self.sim.render_frames() if any(row in frames for row in rows) else None
+        views = {}
+        for row in rows:
+            observation = {
+                "image": {camera: np.array(image[row]) for camera, image in seen["image"].items()},
+                "state": np.array(seen["state"][row]),
+                "instruction": seen["instruction"],
+            }
+            views[row] = {"observation": observation, "gripper": self.sim.gripper}
+            if pictures is not None and row in frames:
+                views[row]["frame"] = np.array(pictures[row])
+        return views
+
+
+class InlineSimulator:
+    """A host in this process behind the interface of :class:`SimulatorProcess`."""
+
+    def __init__(self, config: dict[str, Any], tenant: str, index: int, host: type = SimulatorHost) -> None:
+        self._host = host(config)
         self._answer: Any = None
         self.alive = True
 
@@ -228,7 +417,11 @@ class SimulatorProcess:
     """
 
     def __init__(
-        self, config: dict[str, Any], tenant: str, index: int, host: type[SimulatorHost] = SimulatorHost
+        self,
+        config: dict[str, Any],
+        tenant: str,
+        index: int,
+        host: type[SimulatorHost] | type[BatchedHost] = SimulatorHost,
     ) -> None:
         self.tenant, self.index = tenant, index
         context = multiprocessing.get_context("spawn")
@@ -249,6 +442,13 @@ class SimulatorProcess:
     @property
     def pid(self) -> int | None:
         return self._process.pid
+
+    @property
+    def memory_bytes(self) -> int:
+        """Resident memory of the process now."""
+        import psutil  # here: a worker imports this module and needs none
+
+        return psutil.Process(self.pid).memory_info().rss
 
     def fileno(self) -> int:
         """Readable when an answer is there or the process has ended (for ``multiprocessing.connection.wait``)."""
@@ -340,7 +540,7 @@ def limit_torch_threads() -> None:
         sys.modules["torch"].set_num_threads(1)
 
 
-def worker_main(pipe: Connection, config: dict[str, Any], host_class: type[SimulatorHost]) -> None:
+def worker_main(pipe: Connection, config: dict[str, Any], host_class: type[SimulatorHost] | type[BatchedHost]) -> None:
     """Entry point of a worker: builds the simulator, answers commands, ends at "stop" or when the parent is gone."""
     prepare_worker_process()
     host = None

@@ -32,7 +32,15 @@ from nexus_lightning.config import (
 )
 from nexus_lightning.demonstrations import record_demonstrations
 from nexus_lightning.loop import LeaseStream, MultiTenantFitLoop
-from nexus_lightning.memory import Admission, estimate, estimate_table, free_bytes, gigabytes, head_memory
+from nexus_lightning.memory import (
+    Admission,
+    estimate,
+    estimate_table,
+    free_bytes,
+    gigabytes,
+    head_memory,
+    keep_freed_memory,
+)
 from nexus_lightning.module import MultiTenantModule
 from nexus_lightning.monitoring.banner import banner
 from nexus_lightning.monitoring.loggers import close_loggers, logger_problems, make_loggers
@@ -153,6 +161,7 @@ class NexusTrainer(L.Trainer):
         model.runtime = self.runtime
         if isinstance(self.strategy, TenantFSDP2):
             model.shard = self.strategy.shard
+        self.runtime.actor_forward = model.actor_forward
         path = None if ckpt_path is None else os.fspath(ckpt_path)
         super().fit(model, train_dataloaders=LeaseStream(self.runtime), ckpt_path=path, weights_only=True)
 
@@ -208,6 +217,7 @@ def _train(
     run_dir, ckpt_path = ranks.on_first(lambda: prepare_run(config, link_latest))
     if config.placement.torch_threads is not None:
         torch.set_num_threads(config.placement.torch_threads)
+    keep_freed_memory()
     if backbone is None:
         backbone = instantiate(config.backbone)
     assert isinstance(backbone, Backbone)
@@ -375,7 +385,7 @@ def build_slots(
             datasets[name] = open_dataset(tenant.dataset, spec.schema, dataset_root(tenant, config.data_dir))
             stats = dataset_stats(datasets[name], tenant.dataset, spec.schema)
         slot = build_slot(spec, backbone, *stats)
-        admission.admit(name, head_memory(slot.head, ema=slot.ema is not None).total_bytes)
+        admission.admit(name, head_memory(slot.head, slot.ema is not None, slot.critic).total_bytes)
         if name in payloads:
             load_start(slot, payloads[name], backbone)
         slots[name] = slot
@@ -410,7 +420,7 @@ def _banner(
     tenants = []
     for slot in slots.values():
         tenant = slot.spec.config
-        memory = head_memory(slot.head, ema=slot.ema is not None)
+        memory = head_memory(slot.head, slot.ema is not None, slot.critic)
         source = tenant.dataset.repo_id if tenant.dataset is not None else ""
         if tenant.task == "rl" and tenant.environment is not None:
             simulator = tenant.environment.simulator
@@ -464,7 +474,10 @@ def _summary(runtime: Runtime, module: MultiTenantModule) -> dict[str, Any]:
     keys = ("success_rate", "n", "ci_low", "ci_high", "policy_version", "episode_return", "episode_length")
     tenants = {}
     for name, slot in runtime.slots.items():
-        evaluations = [{k: e[k] for k in keys} for e in slot.evaluations]
+        evaluations = [
+            {k: e[k] for k in keys} | ({"by_task": e["by_task"]} if len(e.get("by_task", ())) > 1 else {})
+            for e in slot.evaluations
+        ]
         tenants[name] = {
             "task": slot.spec.config.task,
             "jobs_completed": slot.jobs_completed,
@@ -481,7 +494,7 @@ def _summary(runtime: Runtime, module: MultiTenantModule) -> dict[str, Any]:
             jobs[state] = jobs.get(state, 0) + count
     summary = {
         "tenants": tenants,
-        "backbone_unchanged": module.backbone.fingerprint == runtime.fingerprint,
+        "backbone_unchanged": module.backbone.compute_fingerprint() == runtime.fingerprint,
         "jobs_by_state": jobs,
         "utilisation": runtime.events.utilisation(),
         "interrupted": runtime.interrupted,

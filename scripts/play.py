@@ -4,9 +4,10 @@
     python scripts/play.py tenant=pusht env_check=true tenants.pusht.environment.simulator.horizon=20
 
 Keys: tenant (a name in conf/tenants), actions (zero | random | expert: the one in dataset.record | payload), payload
-(folder of a tenant or of one version; needs actions=payload), episodes, seed (of the first episode, the next ones count
-on), video (an .mp4 path: every control step of every episode), env_check (true: first check the environment's contract
-with random actions). Words that start with ``tenants.`` change the tenant as they do for train.py.
+(folder of a tenant or of one version; needs actions=payload), episodes (a tenant of several tasks plays them in turn),
+seed (of the first episode, the next ones count on), video (an .mp4 path: every control step of every episode),
+env_check (true: first check the environment's contract with random actions). Words that start with ``tenants.`` change
+the tenant as they do for train.py.
 """
 
 import sys
@@ -154,12 +155,11 @@ def play_episode(simulator: "Simulator", actor: Actor, seed: int, frames: list[n
 
 
 def check(name: str, tenant: "TenantConfig", schema: "TenantSchema", seed: int) -> None:
-    from nexus_lightning.environment import SimulatorEnv, check_tenant_env
+    from nexus_lightning.environment import check_tenant_env, make_env
     from nexus_lightning.schema import Normalizer
 
     assert tenant.environment is not None
-    simulator, inline = tenant.environment.simulator, tenant.environment.inline
-    env = SimulatorEnv(simulator, schema, Normalizer(schema), num_envs=2, tenant=name, inline=inline)
+    env = make_env(tenant.environment, schema, Normalizer(schema), num_envs=2, tenant=name)
     try:
         check_tenant_env(env, seed)
     except ValueError as error:
@@ -175,7 +175,7 @@ def main(arguments: list[str] | None = None) -> list[dict[str, Any]]:
     args = parse([word for word in words if word not in overrides])
     from nexus_lightning.config import schema_of
     from nexus_lightning.producers.evaluation import save_video
-    from nexus_lightning.simulator import build_simulator
+    from nexus_lightning.simulator import build_simulator, task_configs
 
     tenant = load_tenant(args.tenant, overrides)
     assert tenant.environment is not None
@@ -185,9 +185,14 @@ def main(arguments: list[str] | None = None) -> list[dict[str, Any]]:
     actor = make_actor(args, tenant, schema)
     episodes: list[dict[str, Any]] = []
     frames: list[np.ndarray] | None = None if args.video is None else []
-    simulator = build_simulator(tenant.environment.simulator)
+    configs = task_configs(tenant.environment.simulator, tenant.environment.tasks)
+    simulator, built = build_simulator(configs[0]), configs[0]
     try:
-        for seed in range(args.seed, args.seed + args.episodes):
+        for k, seed in enumerate(range(args.seed, args.seed + args.episodes)):
+            if configs[k % len(configs)] != built:
+                simulator.close()
+                built = configs[k % len(configs)]
+                simulator = build_simulator(built)
             episode = play_episode(simulator, actor, seed, frames)
             episodes.append(episode)
             print(

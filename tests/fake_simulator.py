@@ -7,7 +7,7 @@ import time
 
 import numpy as np
 
-from nexus_lightning.simulator import Simulator, StepResult
+from nexus_lightning.simulator import BatchedSimulator, BatchedSteps, Simulator, StepResult
 
 
 class FakeSimulator(Simulator):
@@ -18,8 +18,23 @@ class FakeSimulator(Simulator):
     """
 
     gripper = "close_positive"
+    task_key = "name"
+    batched = "fake_simulator.BatchedFake"
+    built = []  # names of the simulators built in this process
 
-    def __init__(self, goal=100.0, horizon=6, step_reward=0.0, cameras=(), crash_at=None, hang_at=None, raise_at=None):
+    def __init__(
+        self,
+        goal=100.0,
+        horizon=6,
+        step_reward=0.0,
+        cameras=(),
+        crash_at=None,
+        hang_at=None,
+        raise_at=None,
+        name="count",
+    ):
+        FakeSimulator.built.append(name)
+        self.name = name
         self.goal, self.horizon, self.step_reward, self.cameras = goal, horizon, step_reward, tuple(cameras)
         self.crash_at, self.hang_at, self.raise_at = crash_at, hang_at, raise_at
         self.renders = 0
@@ -45,10 +60,42 @@ class FakeSimulator(Simulator):
         self.renders += 1
         image = np.full((3, 16, 16), self.steps, dtype=np.uint8)
         state = np.array([self.position, self.steps, self.last, os.getpid()], dtype=np.float32)
-        return {"image": dict.fromkeys(self.cameras, image), "state": state, "instruction": f"count {self.seed}"}
+        return {"image": dict.fromkeys(self.cameras, image), "state": state, "instruction": f"{self.name} {self.seed}"}
 
     def render_frame(self):
         return np.full((8, 8, 3), self.steps, dtype=np.uint8)
+
+
+class BatchedFake(BatchedSimulator):
+    """FAKE. Rows of fake simulators; like a GPU it steps all of them, those whose episode is over too."""
+
+    gripper = "close_positive"
+
+    def __init__(self, num_envs, **arguments):
+        self.num_envs = num_envs
+        self.rows = [FakeSimulator(**arguments) for _ in range(num_envs)]
+        for row in self.rows:
+            row.reset(2022)
+
+    def reset(self, row, seed):
+        self.rows[row].reset(seed)
+
+    def step(self, actions):
+        assert actions.shape[0] == self.num_envs
+        steps = [row.step(action) for row, action in zip(self.rows, actions, strict=True)]
+        columns = {k: np.array([getattr(s, k) for s in steps]) for k in ("success", "terminated", "truncated")}
+        return BatchedSteps(np.array([s.reward for s in steps], np.float32), **columns)
+
+    def observe(self):
+        seen = [row.observe() for row in self.rows]
+        return {
+            "image": {c: np.stack([s["image"][c] for s in seen]) for c in seen[0]["image"]},
+            "state": np.stack([s["state"] for s in seen]),
+            "instruction": self.rows[0].name,
+        }
+
+    def render_frames(self):
+        return np.stack([row.render_frame() for row in self.rows])
 
 
 class ReplayFakeSimulator(FakeSimulator):
@@ -59,6 +106,46 @@ class ReplayFakeSimulator(FakeSimulator):
 
     def set_state(self, state):
         self.position, self.steps, self.last = float(state[0]), int(state[1]), float(state[2])
+
+
+class Broken(FakeSimulator):
+    """FAKE that breaks one rule of the contract, see ``how``."""
+
+    def __init__(self, how, **kwargs):
+        super().__init__(**kwargs)
+        self.how, self.episodes = how, 0
+
+    def reset(self, seed):
+        super().reset(seed)
+        self.episodes += 1
+        if self.how == "unseeded":
+            self.position = float(self.episodes)
+        elif self.how == "leaks":
+            self.position += self.left_behind if hasattr(self, "left_behind") else 0.0
+
+    def step(self, action):
+        result = super().step(action)
+        if self.how == "no end":
+            result.truncated = False
+        elif self.how == "reward":
+            result.reward = float("nan")
+        elif self.how == "leaks":
+            self.left_behind = 1.0
+        if self.how == "resets itself" and (result.terminated or result.truncated):
+            self.reset(self.seed)
+        return result
+
+    def observe(self):
+        seen = super().observe()
+        changes = {
+            "no words": {"instruction": ""},
+            "bytes": {"instruction": b"count"},
+            "not finite": {"state": np.full(4, np.nan, np.float32)},
+            "late nan": {"state": np.full(4, np.nan if self.steps else 0, np.float32)},
+            "float64": {"state": seen["state"].astype(np.float64)},
+            "too long": {"state": np.zeros(5, np.float32)},
+        }
+        return {**seen, **changes.get(self.how, {})}
 
 
 def make_expert(simulator):

@@ -128,7 +128,7 @@ def test_bad_offline_configs_are_refused(compose):
     with pytest.raises(ConfigError, match=r"algorithm\.temperature=0\.0: must be positive"):
         validate(config)
     tenant.algorithm.name = "ppo"
-    with pytest.raises(ConfigError, match="task offline_rl needs awr"):
+    with pytest.raises(ConfigError, match="task offline_rl needs awr or iql"):
         validate(config)
     tenant.task = "rl"
     tenant.algorithm.name = "awr"

@@ -170,6 +170,18 @@ def test_fingerprint_depends_on_weights_dtype_and_config():
     assert changed.fingerprint != start
 
 
+def test_fingerprint_is_computed_again_only_after_a_change(monkeypatch):
+    backbone, computed = tiny_vlm(), []
+    compute = type(backbone).compute_fingerprint
+    monkeypatch.setattr(type(backbone), "compute_fingerprint", lambda self: computed.append(1) or compute(self))
+    start = backbone.fingerprint
+    assert backbone.fingerprint == start and len(computed) == 1
+    backbone.load_state_dict(tiny_vlm(seed=1).state_dict())
+    assert backbone.fingerprint == tiny_vlm(seed=1).fingerprint != start
+    next(backbone.parameters()).data.add_(1.0)  # behind autograd's back: only the computed one tells
+    assert backbone.compute_fingerprint() != backbone.fingerprint
+
+
 def test_fingerprint_reads_scalar_buffers():
     backbone = tiny_vlm()
     start = backbone.fingerprint

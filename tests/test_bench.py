@@ -170,7 +170,10 @@ def test_interleave_times_side_by_side():
     seen: list[str] = []
     functions = {name: lambda name=name: seen.append(name) for name in "abc"}
     times = common.interleave(functions, torch.device("cpu"), seconds=0.0, min_rounds=3)
-    assert "".join(seen) == "abc" + "abc" + "bca" + "cab"
+    rounds = ["".join(seen[i : i + 3]) for i in range(0, len(seen), 3)]
+    assert rounds[0] == "abc" and len(rounds) == 4  # the first is not timed
+    assert all(sorted(order) == ["a", "b", "c"] for order in rounds)
+    assert len(set(rounds[1:])) > 1  # none always finds what the same other one left in the caches
     assert {name: len(values) for name, values in times.items()} == {"a": 3, "b": 3, "c": 3}
 
 

@@ -13,6 +13,8 @@ from torchrl.collectors import Collector
 from torchrl.modules.inference_server import InferenceServer, ThreadingTransport
 from torchrl.objectives import ClipPPOLoss, PPOLoss
 
+from nexus_lightning.tenant import TenantAdamW
+
 
 def test_the_fit_loop_still_decides_by_done_and_owns_an_epoch_loop():
     assert isinstance(inspect.getattr_static(_FitLoop, "done"), property)
@@ -23,6 +25,17 @@ def test_the_fit_loop_still_decides_by_done_and_owns_an_epoch_loop():
     loop.epoch_loop = _TrainingEpochLoop(trainer)
     trainer.fit_loop = loop
     assert trainer.fit_loop is loop
+
+
+def test_adamw_looks_for_an_accelerator_in_the_method_that_we_override(monkeypatch):
+    asked = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: asked.append(1))
+    for optimizer, times in ((torch.optim.AdamW, 1), (TenantAdamW, 0)):
+        asked.clear()
+        parameter = torch.nn.Parameter(torch.ones(2))
+        parameter.grad = torch.ones(2)
+        optimizer([parameter], fused=True).step()
+        assert len(asked) == times
 
 
 def test_an_int_limit_turns_the_look_ahead_off():

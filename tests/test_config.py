@@ -6,6 +6,7 @@ import re
 from dataclasses import replace
 
 import pytest
+from conftest import ROOT
 from example_head import LinearChunkHead
 from hydra.errors import ConfigCompositionException
 
@@ -44,6 +45,13 @@ def test_an_experiment_sets_tenants(compose):
     assert config.tenants["toy_a"].schema == config.tenants["toy_b"].schema
     assert config.tenants["toy_b"].head["lr"] == 1e-3
     validate(config)
+
+
+@pytest.mark.parametrize("name", sorted(p.stem for p in (ROOT / "conf" / "experiment").glob("*.yaml")))
+def test_every_shipped_experiment_is_valid(compose, name):
+    config = compose(f"experiment={name}")
+    validate(config)
+    assert config.tenants
 
 
 def test_a_second_copy_under_another_name(compose):
@@ -180,6 +188,14 @@ def test_head_and_backbone_must_share_a_feature_kind(compose):
     assert "choose another head or backbone" in text
 
 
+def test_a_recipe_is_held_to_the_backbone_too_and_a_head_must_be_one(compose):
+    config = compose("+tenants=[maniskill]", "tenants.maniskill.init_from.recipe.head.kind=kv")
+    assert "tenants.maniskill.init_from.recipe.head on backbone EffNetMiniLM: kind='kv'" in problems(config)
+    config = compose("+tenants=[toy_sft]")
+    config.tenants["toy_sft"].head = {"_target_": "torch.nn.Identity", "lr": 1e-3}
+    assert "tenants.toy_sft.head=Identity: is not an ActionHead" in problems(config)
+
+
 class KVHead(LinearChunkHead):
     reads = ("kv",)
 
@@ -189,6 +205,10 @@ def test_an_average_is_for_supervised_tenants(compose):
     assert "tenants.toy.head.ema_decay=0.9: task rl must act with the weights it trains" in problems(config)
     config = compose("+tenants=[toy_sft]", "tenants.toy_sft.head.ema_decay=1.5")
     assert "tenants.toy_sft.head.ema_decay=1.5: must lie between 0 and 1" in problems(config)
+
+
+def test_a_minibatch_may_be_larger_than_the_rollout(compose):
+    validate(compose("+tenants=[toy]", "tenants.toy.algorithm.minibatch_size=97"))
 
 
 @pytest.mark.parametrize(
@@ -202,6 +222,8 @@ def test_an_average_is_for_supervised_tenants(compose):
         ({"name": "reinforce"}, "reinforce uses each rollout once; set it to 1"),
         ({"name": "trpo"}, "algorithm.name=trpo: choose one of ppo, grpo, reinforce"),
         ({"log_prob_level": "word"}, "log_prob_level=word: choose one of chunk, action, token"),
+        ({"minibatch_size": 50}, "minibatch_size=50: must divide the 96 decisions of a rollout"),
+        ({"minibatch_size": 0}, "minibatch_size=0: must be at least 1"),
         ({"discount_per": "hour"}, "discount_per=hour: choose one of chunk, step"),
     ],
 )

@@ -76,6 +76,17 @@ def test_early_success_inside_a_chunk_keeps_reward_and_masks_the_rest():
     assert (result.reward, result.success, result.terminated, result.truncated) == (1.5, True, True, False)
 
 
+def test_a_horizon_that_is_no_multiple_of_the_executed_chunk_cuts_the_last_one(make_env):
+    """The rule for it, hence nothing to refuse: the time limit ends a chunk like any other done."""
+    env = make_env(simulator={"horizon": 5, "step_reward": 1.0})  # 3 executed actions per chunk
+    first = step(env, env.reset())
+    last = step(env, first.exclude("reward"))
+    assert first["executed"][0].tolist() == [True, True, True, False] and not first["done"].item()
+    assert last["executed"][0].tolist() == [True, True, False, False]
+    assert (first["reward"].item(), last["reward"].item(), last["episode_length"].item()) == (3.0, 2.0, 5)
+    assert last["truncated"].item() and last["done"].item() and not last["terminated"].item()
+
+
 def test_final_observation_belongs_to_the_finished_episode(make_env):
     env = make_env(simulator={"goal": 0.9})
     td = env.reset()
@@ -239,12 +250,14 @@ def test_missing_camera_lists_what_there_is(make_env):
         env.reset()
 
 
-def test_video_frames_of_env_0(make_env):
-    env = make_env(num_envs=2, record_frames=True)
-    step(env, env.reset())
-    frames = env.pop_frames()
-    assert [f[0, 0, 0] for f in frames] == [0, 3] and frames[0].shape == (8, 8, 3)
-    assert env.pop_frames() == []
+def test_video_frames_of_the_episodes_asked_for(make_env):
+    env = make_env(num_envs=2)
+    env.record = [(0, 5)]
+    env.set_episodes([4, 5, 6])
+    td = step(env, env.reset())
+    assert [f[0, 0, 0] for f in env.pop_frames()[0, 5]] == [0, 3] and env.pop_frames() == {}
+    td = env.reset(step(env, td.exclude("reward")).exclude("reward").set("_reset", torch.tensor([[True], [True]])))
+    assert list(env.pop_frames()) == [(0, 5)], "the end of the episode asked for, nothing of the next ones"
 
 
 def test_a_killed_worker_is_named_and_restarts(make_env):
@@ -299,6 +312,218 @@ def test_an_error_while_building_comes_back(make_env):
     env = make_env(inline=False, simulator={"no_such_argument": 1})
     with pytest.raises(SimulatorError, match="no_such_argument"):
         env.reset()
+
+
+# ---- E1: early success, masks and final observations in a rollout ----
+
+
+def test_a_success_at_step_2_of_8_ends_its_episode_and_the_next_one_starts_clean(make_env):
+    schema = make_schema(chunk=8, execute=8, cameras=("front",), image_size=16)
+    env = make_env(schema=schema, simulator={"goal": 0.6, "horizon": 20}, num_envs=2)
+    policy = lambda td: td.set(("vla_action", "chunk"), chunk(env))  # noqa: E731
+    data = env.rollout(3, policy, auto_reset=True, break_when_any_done=False)
+    nxt = data["next"]
+    assert nxt["done"].all() and nxt["success"].all() and nxt["terminated"].all()
+    for row in range(2):
+        for t in range(3):
+            length = int(nxt["episode_length"][row, t])
+            assert length in (1, 2, 3), "starts lie in [-0.5, 0.5], the goal at 0.6, a step is 0.5"
+            assert nxt["executed"][row, t].tolist() == [k < length for k in range(8)]
+            assert nxt["reward"][row, t] == 1.0
+            # the final observation: of this episode, at its last step, with its own instruction and image
+            start, end = data["observation", "state"][row, t, 0], nxt["observation", "state"][row, t, 0]
+            assert end.item() == pytest.approx(start.item() + 0.5 * length)
+            assert (nxt["observation", "image", "front"][row, t] == length).all()
+            assert nxt["episode_seed"][row, t] == data["episode_seed"][row, t]
+            assert nxt["language_instruction"][row][t] == data["language_instruction"][row][t]
+            assert data["observation", "state"][row, t, 1] == 0 and data["episode_length"][row, t] == 0
+        assert len(set(data["episode_seed"][row].flatten().tolist())) == 3
+
+
+# ---- several tasks ----
+
+
+@pytest.mark.parametrize("num_envs", [1, 2, 3])
+def test_every_task_and_seed_runs_once_on_few_builds(make_env, num_envs):
+    from fake_simulator import FakeSimulator
+
+    FakeSimulator.built.clear()
+    env = make_env(num_envs=num_envs, tasks=["lift", "push", "turn"], simulator={"horizon": 3})
+    wanted = [(task, seed) for task in range(3) for seed in (7, 8, 9)]
+    env.set_episodes([seed for _, seed in wanted], [task for task, _ in wanted])
+    td, ran = env.reset(), []
+    while not env.exhausted.all():
+        active = ~env.exhausted
+        nxt = step(env, td)
+        for i in (nxt["done"].squeeze(-1) & active).nonzero().flatten().tolist():
+            task, seed = int(nxt["episode_task"][i]), int(nxt["episode_seed"][i])
+            ran.append((task, seed))
+            assert nxt["language_instruction"][i] == f"{env.task_names[task]} {seed}"
+        td = env.reset(nxt.exclude("reward").set("_reset", nxt["done"].clone()))
+    assert sorted(ran) == wanted
+    assert len(FakeSimulator.built) <= 3 + num_envs - 1, "an env keeps its task while there is work for it"
+    if num_envs == 3:
+        assert sorted(FakeSimulator.built) == ["lift", "push", "turn"]
+
+
+def test_rollouts_go_through_the_tasks_and_groups_start_alike(make_env):
+    tasks = ["lift", "push", "turn"]
+    env = make_env(num_envs=4, tasks=tasks, group_size=2, seed=1)
+    seen = [env.reset() for _ in range(3)]
+    assert [td["episode_task"].flatten().tolist() for td in seen] == [[0, 0, 1, 1], [2, 2, 0, 0], [1, 1, 2, 2]]
+    for td in seen:
+        seeds = td["episode_seed"].flatten().tolist()
+        assert seeds[0] == seeds[1] and seeds[2] == seeds[3] and seeds[0] != seeds[2]
+    steady = make_env(num_envs=3, tasks=tasks)
+    assert [steady.reset()["episode_task"].flatten().tolist() for _ in range(2)] == [[0, 1, 2]] * 2
+    resumed = make_env(num_envs=4, tasks=tasks, group_size=2, seed=1)
+    resumed.episodes_started = [2] * 4
+    assert torch.equal(resumed.reset()["episode_seed"], seen[2]["episode_seed"])
+
+
+def test_task_lists_that_cannot_be(make_env):
+    with pytest.raises(ValueError, match="listed twice"):
+        make_env(tasks=["lift", "lift"])
+    with pytest.raises(ValueError, match="has one task only"):
+        make_env(tasks=["a"], simulator={"_target_": "envs.gymnasium.GymnasiumSimulator"})
+    env = make_env(tasks=["lift", "push"], schema=make_schema(state_dim=5))
+    with pytest.raises(ValueError, match="'blue', task lift: schema and simulator disagree: state_dim=5"):
+        env.reset()
+
+
+# ---- recycling ----
+
+
+def episodes_of(env, count):
+    """What ``count`` consecutive episodes gave, without the process id; and the ids."""
+    env.set_episodes(list(range(count)))
+    td, rows, pids = env.reset(), [], []
+    while not env.exhausted.all():
+        nxt = step(env, td)
+        rows.append((nxt["observation", "state"][:, :3], nxt["reward"], nxt["done"], nxt["episode_seed"]))
+        pids += [pid for pid in nxt["observation", "state"][:, 3].tolist() if pid not in pids]
+        td = nxt.exclude("reward")
+        if td["done"].any():
+            td = env.reset(td.set("_reset", td["done"].clone()))
+    return rows, pids
+
+
+def test_processes_are_replaced_between_episodes_and_nothing_else_changes(make_env):
+    plain, (pid,) = episodes_of(make_env(inline=False, simulator={"goal": 1.0}), 5)
+    env = make_env(inline=False, simulator={"goal": 1.0}, max_resets=2)
+    told = []
+    env.on_recycle = lambda index, reason: told.append((index, reason))
+    recycled, pids = episodes_of(env, 5)
+    assert len(pids) == 3 and pid not in pids
+    assert env.recycled == 2 and told == [(0, "2 resets, max_resets=2")] * 2
+    for a, b in zip(plain, recycled, strict=True):
+        assert all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+    assert len(multiprocessing.active_children()) == 2, "the replaced ones are gone"
+
+
+def test_a_process_that_grew_is_replaced(make_env):
+    env = make_env(inline=False, max_memory_gb=0.001)
+    told = []
+    env.on_recycle = lambda index, reason: told.append(reason)
+    _, pids = episodes_of(env, 2)
+    assert len(pids) == 2 and len(told) == 1 and "GB after 1 resets, max_memory_gb=0.001" in told[0]
+    roomy = make_env(inline=False, max_memory_gb=50.0)
+    assert len(episodes_of(roomy, 2)[1]) == 1 and roomy.recycled == 0
+    with pytest.raises(ValueError, match="inline has none"):
+        make_env(inline=True, max_resets=3)
+
+
+# ---- batched: all rows in one simulator ----
+
+
+@pytest.mark.parametrize("goal", [0.9, 100.0])
+def test_a_batched_simulator_gives_what_single_ones_give(make_env, goal):
+    """Early ends at different steps of a chunk, partial resets, the truncation at the horizon, frames."""
+    schema = make_schema(cameras=("front",), image_size=16)
+    ran = []
+    for batched in (False, True):
+        env = make_env(num_envs=3, schema=schema, batched=batched, seed=3, simulator={"goal": goal, "step_reward": 0.5})
+        env.record = [(0, 11), (0, 12)]
+        env.set_episodes(list(range(10, 17)))
+        td, rows = env.reset(), []
+        while not env.exhausted.all():
+            td = env.step(td.set(("vla_action", "chunk"), chunk(env, 0.6)))["next"]
+            rows.append(td.exclude("language_instruction"))
+            td = td.exclude("reward")
+            if td["done"].any():
+                td = env.reset(td.set("_reset", td["done"].clone()))
+        ran.append((torch.stack(rows), {k: [f[0, 0, 0] for f in v] for k, v in env.pop_frames().items()}))
+    (single, frames), (batch, batch_frames) = ran
+    for key, value in single.items(True, True):
+        assert torch.equal(value, batch[key]), key
+    assert frames == batch_frames and len(frames) == 2
+    assert goal == 100.0 or single["executed"].sum(-1).unique().numel() > 2
+
+
+def test_a_batch_lives_in_one_process_and_is_replaced_when_all_its_episodes_are_over(make_env):
+    env = make_env(num_envs=2, inline=False, batched=True, max_resets=1, simulator={"horizon": 6})
+    td = env.reset()
+    assert len(multiprocessing.active_children()) == 1
+    (pid,) = set(td["observation", "state"][:, 3].tolist())
+    td = env.reset(step(env, td).exclude("reward").set("_reset", torch.tensor([[True], [False]])))
+    assert env.recycled == 0, "row 1 is in the middle of its episode"
+    assert td["observation", "state"][:, 1].tolist() == [0, 3] and td["observation", "state"][1, 3] == pid
+    assert env.reset()["observation", "state"][0, 3] != pid and env.recycled == 1
+    with pytest.raises(ValueError, match="cannot step some envs only"):
+        td = env.reset().set("_step", torch.tensor([True, False]))
+        env._step(td.set(("vla_action", "chunk"), chunk(env)))
+    with pytest.raises(ValueError, match="names its batched form, and one task"):
+        make_env(num_envs=2, batched=True, tasks=["lift", "push"])
+
+
+# ---- the checker ----
+
+
+@pytest.mark.parametrize(
+    ("how", "message"),
+    [
+        ("unseeded", "differ between two resets with one seed: make reset"),
+        ("leaks", "depend on the episode before it"),
+        ("resets itself", "must not reset by itself"),
+        ("no end", "no end of the episode within 20 chunks"),
+        ("reward", "the reward is not finite"),
+        ("no words", "instruction='': the simulator must say in words"),
+        ("bytes", "instruction=b'count'"),
+        ("not finite", r"state: dims \[0, 1, 2, 3\] are not finite"),
+        ("late nan", r"key \('observation', 'state'\): not finite"),
+        ("float64", r"state_dim=4: the simulator gives float64 \(4,\)"),
+        ("too long", r"state_dim=4: the simulator gives float32 \(5,\)"),
+    ],
+)
+def test_check_tenant_env_names_the_broken_rule(make_env, how, message):
+    env = make_env(simulator={"_target_": "fake_simulator.Broken", "how": how}, num_envs=2)
+    with pytest.raises(ValueError, match=rf"tenant 'blue'.*{message}"):
+        check_tenant_env(env, max_chunks=20)
+
+
+def test_check_tenant_env_goes_through_all_tasks(make_env):
+    check_tenant_env(make_env(tasks=["lift", "push"], num_envs=2))
+    env = make_env(tasks=["lift", "push"], simulator={"horizon": 10**6})
+    with pytest.raises(ValueError, match="task lift: no end"):
+        check_tenant_env(env, max_chunks=3)
+
+
+def test_check_tenant_env_catches_actions_out_of_bounds_and_steps_after_the_end(make_env):
+    env = make_env()
+    env.to_native = lambda c: env.schema.to_native(env.normalizer.unnormalize_action(c[:, :3])).numpy()
+    with pytest.raises(ValueError, match="beyond \\[-1, 1\\]"):
+        check_tenant_env(env)
+    env = make_env(num_envs=2, simulator={"goal": 1.5, "horizon": 30})
+    original = env._step
+
+    def stepping_on(td):
+        out = original(td)
+        out["executed"][:, :3] = True
+        return out
+
+    env._step = stepping_on
+    with pytest.raises(ValueError, match="after the end of an episode"):
+        check_tenant_env(env)
 
 
 def test_bad_arguments():

@@ -18,7 +18,7 @@ from hypothesis.stateful import (
     rule,
 )
 
-from nexus_lightning.queues.jobs import IllegalTransition, Job, JobState, LeaseLost, Scheduler
+from nexus_lightning.queues.jobs import RECOVERY_JOBS, IllegalTransition, Job, JobState, LeaseLost, Scheduler
 
 TENANTS = {
     "sft_a": dict(task_type="sft", max_in_flight=3, weight=1.0),
@@ -66,6 +66,13 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.model: dict[str, Job] = {}
         self.seen_ended: dict[str, Job] = {}
         self.leased_samples = dict.fromkeys(TENANTS, 0)
+        self.known: dict[str, int] = {}  # versions that the scheduler has been told
+        self.window: dict[str, int] = {}  # of paced tenants; too few steps here for one to recover
+
+    def bound(self, tenant: str) -> int:
+        rules = TENANTS[tenant]
+        bound = min(rules["max_in_flight"], rules.get("max_policy_staleness", 99) + 1)
+        return min(bound, self.window.get(tenant, bound))
 
     def build(self, **arguments) -> Scheduler:
         return Scheduler(**arguments)
@@ -80,9 +87,11 @@ class SchedulerMachine(RuleBasedStateMachine):
         rules = TENANTS[tenant]
         version = None if rules["task_type"] == "sft" else max(0, self.versions[tenant] - lag)
         job = self.scheduler.reserve(tenant, samples, behavior_policy_version=version)
-        bound = min(rules["max_in_flight"], rules.get("max_policy_staleness", 99) + 1)
         covered = done + before >= rules.get("target_jobs", 10**6)
-        assert (job is None) == (before >= bound or covered)
+        behind = 0 if version is None else self.known.get(tenant, version) - version
+        too_old = "max_policy_staleness" in rules and behind + before > rules["max_policy_staleness"]
+        assert self.scheduler.bound(tenant) == self.bound(tenant)
+        assert (job is None) == (before >= self.bound(tenant) or covered or too_old)
         if job is None:
             return multiple()
         assert job.job_id not in self.model, "an id was used twice"
@@ -121,6 +130,9 @@ class SchedulerMachine(RuleBasedStateMachine):
         fresh = [job for job in candidates if job.job_id not in stale]
         shares = {t: self.scheduler.leased_samples(t) / TENANTS[t].get("weight", 1.0) for t in TENANTS}
         leased = self.scheduler.lease_next({n: self.versions[n] for n in names}, timeout_s=0, deadline_s=5)
+        self.known |= {job.tenant_id: self.versions[job.tenant_id] for job in candidates}
+        for tenant in {job.tenant_id for job in candidates if job.job_id in stale}:
+            self.window[tenant] = max(1, self.bound(tenant) // 2)
         for job_id in stale:
             assert self.scheduler.get(job_id).state == JobState.DROPPED
             assert self.scheduler.get(job_id).reason == "policy_stale"
@@ -184,6 +196,8 @@ class SchedulerMachine(RuleBasedStateMachine):
     def leave_and_come_back(self, tenant: str) -> None:
         self.scheduler.unregister(tenant)
         self.scheduler.register(tenant, **TENANTS[tenant])
+        self.known.pop(tenant, None)
+        self.window.pop(tenant, None)
         assert self.scheduler.in_flight(tenant) == self.scheduler.completed(tenant) == 0
         # A late joiner starts at the least share; the machine restarts everybody's to keep its own model simple.
         self.restart_shares()
@@ -264,8 +278,85 @@ def test_drops_are_counted_per_tenant() -> None:
     leased = scheduler.lease_next({"slow": 2, "other": 0}, timeout_s=0, deadline_s=60)
     assert leased is not None and leased.job_id == jobs[1].job_id
     assert cleared == [(jobs[0].partition_id, "policy_stale")]
-    assert scheduler.counts()["slow"]["dropped"] == 1 and scheduler.counts()["other"]["dropped"] == 0
-    assert scheduler.wait_for_room("slow", 0), "a drop makes room"
+    assert scheduler.counts()["slow"]["dropped"] == scheduler.dropped("slow") == 1 and scheduler.dropped("other") == 0
+    assert not scheduler.wait_for_room("slow", 0), "but fewer may be in flight now"
+    scheduler.complete(leased.job_id)
+    assert scheduler.wait_for_room("slow", 0)
+
+
+def test_a_tenant_that_keeps_missing_its_bound_is_paced() -> None:
+    """Q2: half as many in flight after a drop, one more after RECOVERY_JOBS jobs in time; others are not concerned."""
+    scheduler = Scheduler()
+    scheduler.register("slow", "rl", max_in_flight=8, max_policy_staleness=9)
+    scheduler.register("other", "rl", max_in_flight=8, max_policy_staleness=9)
+    version = 0
+
+    def jump() -> None:
+        """All room is taken, then versions come from elsewhere: everything is dropped, once."""
+        nonlocal version
+        while scheduler.wait_for_room("slow", 0):
+            ready(scheduler, "slow", version=version)
+        version += 10
+        assert scheduler.lease_next({"slow": version}, 0, 60) is None and scheduler.in_flight("slow") == 0
+
+    def in_time(jobs: int) -> None:
+        for _ in range(jobs):
+            ready(scheduler, "slow", version=version)
+            leased = scheduler.lease_next({"slow": version}, 0, 60)
+            scheduler.complete(leased.job_id, lease_id=leased.lease_id)
+
+    bounds = [scheduler.bound("slow")]
+    for _ in range(4):
+        jump()
+        bounds.append(scheduler.bound("slow"))
+    assert bounds == [8, 4, 2, 1, 1] and scheduler.dropped("slow") == 8 + 4 + 2 + 1
+    in_time(RECOVERY_JOBS - 1)
+    assert scheduler.bound("slow") == 1
+    state = json.loads(json.dumps(scheduler.state_dict()))
+    in_time(1)
+    assert scheduler.bound("slow") == 2
+    jump()
+    in_time(7 * RECOVERY_JOBS)
+    assert scheduler.bound("slow") == 8
+    in_time(RECOVERY_JOBS)
+    assert scheduler.bound("slow") == 8 and scheduler.bound("other") == 8
+
+    resumed = Scheduler()
+    resumed.register("slow", "rl", max_in_flight=8, max_policy_staleness=9)
+    resumed.load_state_dict(state)
+    assert resumed.bound("slow") == 1, "a resumed run goes on at the same pace"
+
+
+def test_what_is_foreseeably_stale_is_not_rolled_out() -> None:
+    """A version that was read before the actor moved on is refused before anybody simulates with it."""
+    scheduler = Scheduler()
+    scheduler.register("t", "rl", max_in_flight=4, max_policy_staleness=1)
+    ready(scheduler, "t", version=0)
+    leased = scheduler.lease_next({"t": 0}, 0, 60)
+    scheduler.complete(leased.job_id, policy_version=1)
+    assert scheduler.reserve("t", 1, behavior_policy_version=0) is not None, "one behind, nothing ahead"
+    assert scheduler.reserve("t", 1, behavior_policy_version=0) is None, "one behind, one ahead"
+    assert scheduler.reserve("t", 1, behavior_policy_version=1) is not None
+    assert scheduler.dropped("t") == 0
+
+
+def test_jobs_that_add_several_versions_count_as_many() -> None:
+    scheduler = Scheduler()
+    scheduler.register("t", "rl", max_in_flight=8, max_policy_staleness=7)
+    assert scheduler.bound("t") == 8
+    ready(scheduler, "t", version=0)
+    leased = scheduler.lease_next({"t": 0}, 0, 60)
+    scheduler.complete(leased.job_id, policy_version=3)
+    assert scheduler.bound("t") == 3, "a third job has two ahead of it: 6 versions"
+    version = 3
+    for _ in range(6):
+        while scheduler.wait_for_room("t", 0):
+            ready(scheduler, "t", version=version)
+        leased = scheduler.lease_next({"t": version}, 0, 60)
+        assert leased is not None
+        version += 3
+        scheduler.complete(leased.job_id, policy_version=version)
+    assert scheduler.dropped("t") == 0 and scheduler.completed("t") == 7
 
 
 def test_dead_consumer_loses_nothing_and_trains_nothing_twice() -> None:

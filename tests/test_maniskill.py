@@ -163,3 +163,48 @@ def test_the_short_way_to_joint_targets_is_maniskills(control_mode, dim, monkeyp
     assert np.allclose(short.observe()["state"], plain.observe()["state"], atol=1e-2)
     short.close()
     plain.close()
+
+
+@pytest.mark.sim
+@pytest.mark.parametrize(
+    ("task", "obs", "cameras"),
+    [
+        ("PullCube-v1", "state", ()),
+        ("PushCube-v1", "rgb", ("base_camera",)),
+        ("PickCube-v1", "rgb+state", ("base_camera",)),
+    ],
+)
+def test_the_batched_form_with_one_scene_is_the_single_one(task, obs, cameras, monkeypatch):
+    """CUDA is not needed: ``physx_cpu`` takes one scene. Same seeds, rewards, ends and observations."""
+    import envs.maniskill as module
+
+    monkeypatch.setattr(module, "_shorten_ee_control", lambda env: None)  # the batched form has ManiSkill's own
+    cpu = {"sim_backend": "physx_cpu", "render_backend": "cpu"}
+    schema = TenantSchema(
+        module.STATE_DIMS[task, obs.replace("rgb+", "")], 7, chunk=4, execute=4, cameras=cameras, image_size=64
+    )
+    arguments = {"task": task, "obs": obs, "cameras": list(cameras), "image_size": 64, "horizon": 10}
+    simulator = {"_target_": "envs.maniskill.ManiSkillSimulator", **arguments}
+    ran = []
+    for batched in (False, True):
+        env = SimulatorEnv(simulator, schema, Normalizer(schema), inline=True, batched=batched)
+        if batched:
+            env.simulators = [{**env.simulators[0], **cpu}]
+        generator, rows = torch.Generator().manual_seed(0), []
+        env.set_episodes([3, 4])
+        td = env.reset()
+        while not env.exhausted.all():
+            rows.append(td["observation"].clone())
+            chunk = torch.rand(1, 4, 7, generator=generator) * 2 - 1
+            td = env.step(td.set(("vla_action", "chunk"), chunk))["next"]
+            rows.append(td.select("observation", "reward", "done", "terminated", "success", "executed", "episode_seed"))
+            td = td.exclude("reward")
+            if td["done"].any():
+                td = env.reset(td.set("_reset", td["done"].clone()))
+        env.close()
+        ran.append(rows)
+    single, batch = ran
+    assert len(single) == len(batch) == 12 and [r["executed"].sum().item() for r in single[1::2]] == [4, 4, 2] * 2
+    for a, b in zip(single, batch, strict=True):
+        for key, value in a.items(True, True):
+            assert torch.equal(value, b[key]), key

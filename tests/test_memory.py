@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import platform
+import resource
+
 import pytest
 import torch
 from fakes import FakeBackbone
@@ -9,7 +12,7 @@ from torch import nn
 
 from models.heads.mlp import ChunkMLPHead
 from nexus_lightning import memory, trainer
-from nexus_lightning.memory import Admission, estimate, estimate_table, head_memory
+from nexus_lightning.memory import Admission, estimate, estimate_table, head_memory, keep_freed_memory
 from nexus_lightning.schema import TenantSchema
 from nexus_lightning.trainer import train
 
@@ -26,6 +29,20 @@ def test_a_head_costs_its_weights_gradients_moments_and_served_copies():
     assert figures.adam_bytes == 8 * trained
     assert figures.total_bytes == 3 * figures.weights_bytes + 4 * trained + figures.adam_bytes
     assert head_memory(head, ema=True).total_bytes == figures.total_bytes + figures.weights_bytes
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="mallopt is glibc's")
+def test_freed_memory_is_used_again_without_page_faults():
+    assert keep_freed_memory()
+
+    def faults() -> int:
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+        for _ in range(10):
+            [torch.ones(2**20) for _ in range(4)]  # 16 MB in pieces below the largest mmap threshold
+        return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+
+    faults()
+    assert faults() < 2000  # 40,960 where every piece comes fresh from the kernel
 
 
 def test_admission_counts_what_earlier_tenants_took():

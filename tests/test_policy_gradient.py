@@ -16,9 +16,11 @@ from nexus_lightning.objectives.policy_gradient import (
     compute_advantages,
     group_advantages,
     likelihood_units,
+    next_values,
     reduce_chunk,
     unit_mask,
 )
+from nexus_lightning.producers.rollouts import ended
 from nexus_lightning.schema import Normalizer, TenantSchema
 
 SCHEMA = TenantSchema(state_dim=3, action_dim=2, chunk=3, execute=3, gripper="none", state_normalization="identity")
@@ -64,6 +66,17 @@ def rollout(rewards, values, next_values, done, terminated):
         },
         [1, steps],
     )
+
+
+def test_the_horizon_is_a_cut_or_a_failure():
+    """Row 0 terminates at 1 and is cut by the rollout's end at 3; row 1 is truncated at 1 and terminates at 3."""
+    done = torch.tensor([[0, 1, 0, 0], [0, 1, 0, 1]], dtype=torch.bool).unsqueeze(-1)
+    terminated = torch.tensor([[0, 1, 0, 0], [0, 0, 0, 1]], dtype=torch.bool).unsqueeze(-1)
+    following = TensorDict({"done": done, "terminated": terminated}, [2, 4])
+    values, bootstrap = torch.arange(1.0, 9.0).view(2, 4, 1), torch.full((2, 4, 1), 50.0)
+    for truncated, expected in ((True, [[2, 0, 4, 50], [6, 50, 8, 0]]), (False, [[2, 0, 4, 50], [6, 0, 8, 0]])):
+        end = ended(following, AlgorithmConfig(bootstrap_truncated=truncated))
+        assert next_values(values, done, end, bootstrap).squeeze(-1).tolist() == expected
 
 
 def test_gae_stops_at_done_and_bootstraps_only_where_truncated():
@@ -246,6 +259,14 @@ def test_before_any_step_the_ratio_is_one(objective):
     data = partition(objective)
     losses = objective.loss(data, jobs_completed=0)
     assert losses["kl"].abs() < 1e-5 and losses["clip_fraction"] == 0
+    names = {"loss", "policy_loss", "value_loss", "entropy", "kl", "clip_fraction", "ratio", "explained_variance"}
+    assert losses.keys() == names and float(losses["ratio"]) == pytest.approx(1.0, abs=1e-5)
+    residual = data["value_target"] - objective.head.value(data["features"], data["state"])
+    unexplained = residual.var(correction=0) / data["value_target"].var(correction=0)
+    torch.testing.assert_close(losses["explained_variance"], (1 - unexplained).detach(), rtol=1e-4, atol=1e-5)
+    steps = data["executed"].sum(-1).float()
+    _, entropy = objective.head.evaluate(data["features"], data["state"], data["vla_action"])
+    torch.testing.assert_close(losses["entropy"], (entropy[:, 0].sum(-1).detach() * steps).mean(), rtol=1e-4, atol=1e-5)
     expected = -data["advantage"].mean()
     assert torch.allclose(losses["policy_loss"], expected, atol=1e-5)
     value = objective.head.value(data["features"], data["state"])

@@ -131,6 +131,8 @@ def test_a_killed_simulator_takes_out_its_tenant_alone(toy):
     reason = summary["tenants"]["doomed"]["quarantined"]
     assert reason.startswith("SimulatorDied") and "doomed" in reason, reason
     assert summary["tenants"]["toy_sft"]["jobs_completed"] == 6 and summary["tenants"]["toy_sft"]["eval"]["n"] == 4
+    alone = train(toy("+tenants=[toy_sft]"))
+    assert state_of(summary["run_dir"], "toy_sft") == state_of(alone["run_dir"], "toy_sft")
 
 
 @pytest.mark.parametrize("tenant", ["toy_sft", "toy"])

@@ -62,3 +62,28 @@ def test_as_a_tenant_environment():
     td["vla_action", "chunk"] = td["observation", "state"][:, None, 2:].expand(2, 2, 2).clone()
     assert env.step(td)["next", "success"].all()
     env.close()
+
+
+def test_replaced_processes_of_two_tasks_give_the_episodes_of_one_process():
+    """E5: bit for bit, with a scene of another task in between."""
+    schema = TenantSchema(4, 2, chunk=2, execute=2, cameras=("camera",), image_size=32, gripper="none")
+    simulator, ran = {"_target_": "envs.toy.ToySimulator"}, []
+    for changes in ({"inline": True}, {"max_resets": 2}):
+        env = SimulatorEnv(simulator, schema, Normalizer(schema), tasks=["plain", "mirrored"], **changes)
+        generator, rows = torch.Generator().manual_seed(0), []
+        env.set_episodes([5, 6, 5], [0, 1, 1])
+        td = env.reset()
+        while not env.exhausted.all():
+            rows.append(td.clone())
+            chunk = torch.rand(1, 2, 2, generator=generator) * 2 - 1
+            td = env.step(td.set(("vla_action", "chunk"), chunk))["next"]
+            if td["done"].any():
+                rows.append(td.clone())
+                td = env.reset(td.exclude("reward").set("_reset", td["done"].clone()))
+        env.close()
+        ran.append(rows)
+        assert env.recycled == ("max_resets" in changes)
+    for a, b in zip(*ran, strict=True):
+        keys = ["state", ("image", "camera")]
+        assert all(torch.equal(a["observation"][key], b["observation"][key]) for key in keys)
+        assert a["language_instruction"] == b["language_instruction"] and torch.equal(a["done"], b["done"])

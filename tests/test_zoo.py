@@ -9,6 +9,7 @@ import pytest
 import torch
 from hydra.utils import get_class, instantiate
 
+from nexus_lightning.backbone import compact
 from nexus_lightning.checks import random_observation
 from nexus_lightning.config import validate
 from nexus_lightning.schema import TenantSchema
@@ -65,6 +66,48 @@ def test_the_head_overfits_four_samples(name, head_name, monkeypatch):
         losses.append(loss.item())
     assert sum(losses[-10:]) / 10 < losses[0] / 10
     assert all(p.grad is None for p in backbone.parameters())
+
+
+#: Every head once on a backbone that it fits, every way of reading features at least once.
+REUSED = [
+    *((b, h) for b in ("effnet_minilm", "qwen3_vl_tiny") for h in HEADS),
+    *((name, name) for name in ("pi0_tiny", "smolvla_tiny", "groot_tiny")),
+]
+
+
+@pytest.mark.parametrize(("name", "head_name"), REUSED)
+def test_kept_features_teach_what_fresh_ones_teach(name, head_name, monkeypatch):
+    """Loss and gradients (supervised, and of the likelihood in rl) on features kept as float16, within 1 %."""
+    monkeypatch.setattr(models, "SCHEMA", SCHEMA)
+    options = HEADS[head_name][0] if head_name in HEADS else {}
+    node = {**models._nodes("head")[head_name.split()[0]], **options}
+    torch.manual_seed(0)
+    built = models._try_build(get_class(node["_target_"]), node, LOCAL[name], backbone_of(name))
+    if isinstance(built, str):
+        assert "nothing in common" in built or "kind='layer_states'" in built, built
+        pytest.skip(built)
+    head, backbone = built
+    spec, observation = head.feature_spec, random_observation(SCHEMA, len(TEXTS))
+    fresh = backbone(observation, TEXTS, SCHEMA, (spec.kind,)).select(spec)
+    kept = compact(fresh)
+    assert all(v.dtype != torch.float32 for v in kept.values(True, True))
+    state, actions = torch.randn(4, 4), torch.rand(4, 4, 3) * 2 - 1
+    noise = torch.randn(4, *head.noise_shape)
+    with torch.no_grad():
+        sample = head.act(fresh.for_head(), state, noise) if head.supports_rl else None
+
+    def teach(features) -> tuple[torch.Tensor, torch.Tensor]:
+        torch.manual_seed(1)
+        head.zero_grad()
+        loss = head.loss(features, state, actions, torch.zeros(4, 4, dtype=torch.bool))["loss"]
+        if sample is not None:
+            loss = loss + head.evaluate(features, state, sample)[0].mean() + head.value(features, state).mean()
+        loss.backward()
+        return loss.detach(), torch.cat([p.grad.flatten() for p in head.parameters() if p.grad is not None])
+
+    (loss_a, gradient_a), (loss_b, gradient_b) = teach(fresh.for_head()), teach(kept.for_head())
+    assert abs(loss_a - loss_b) < 0.01 * abs(loss_a)
+    assert (gradient_a - gradient_b).norm() < 0.01 * gradient_a.norm()
 
 
 def test_check_prints_what_fits_and_why_the_rest_does_not(capsys, tmp_path):

@@ -11,6 +11,7 @@ from envs.toy import ToySimulator
 
 def make_expert(simulator: ToySimulator) -> Iterator[np.ndarray]:
     """Copies the target out of the state, for ever: float32 ``[A]`` actions."""
+    sign = -1 if simulator.task == "mirrored" else 1
     while True:
         state = simulator.observe()["state"]
-        yield state[len(state) // 2 :].copy()
+        yield sign * state[len(state) // 2 :]

@@ -35,7 +35,7 @@ STRIDE_8_BLOCK, STRIDE_16_BLOCK = 4, 10
 IMAGE_DIM = 40 + 112
 TEXT_DIM = 384
 #: Images per pass through the network: larger batches fall out of a CPU core's cache and get slower per image.
-IMAGES_PER_PASS = 16
+IMAGES_PER_PASS = 8
 
 
 class EffNetMiniLM(Backbone):
@@ -115,11 +115,9 @@ class EffNetMiniLM(Backbone):
             ValueError: wrong cameras or sizes, a wrong number of instructions, or one that is too long.
         """
         del kinds  # one pass gives both
-        check_observation(observation, schema)
+        check_observation(observation, schema, instructions)
         self.feature_spec(schema)
         batch = len(instructions)
-        if observation.batch_size and observation.batch_size[0] != batch:
-            raise ValueError(f"{observation.batch_size[0]} observations but {batch} instructions")
         rows = {text: self._tokenize(schema.instruct(text)) for text in set(instructions)}
         ids = nn.utils.rnn.pad_sequence([rows[text] for text in instructions], batch_first=True)
         lengths = torch.tensor([len(rows[text]) for text in instructions])

@@ -123,11 +123,9 @@ class GrootBackbone(Backbone):
             ValueError: wrong cameras or sizes, or a wrong number of instructions.
         """
         del kinds  # one pass gives all
-        check_observation(observation, schema)
+        check_observation(observation, schema, instructions)
         self.feature_spec(schema)
         batch = len(instructions)
-        if observation.batch_size and observation.batch_size[0] != batch:
-            raise ValueError(f"{observation.batch_size[0]} observations but {batch} instructions")
         views = torch.stack([observation["image", camera].cpu() for camera in schema.cameras], dim=1)
         prompts = [schema.instruct(text) for text in instructions]
         encoded = self._encode_prompt(

@@ -104,11 +104,9 @@ class Pi0Backbone(Backbone):
             ValueError: wrong cameras or sizes, or a wrong number of instructions.
         """
         del kinds  # one pass gives all
-        check_observation(observation, schema)
+        check_observation(observation, schema, instructions)
         self.feature_spec(schema)
         batch = len(instructions)
-        if observation.batch_size and observation.batch_size[0] != batch:
-            raise ValueError(f"{observation.batch_size[0]} observations but {batch} instructions")
         inputs = self._processor(
             images=[[observation["image", camera][row].cpu() for camera in schema.cameras] for row in range(batch)],
             text=[schema.instruct(text) for text in instructions],

@@ -120,11 +120,9 @@ class SmolVLABackbone(Backbone):
             ValueError: wrong cameras or sizes, or a wrong number of instructions.
         """
         del kinds  # one pass gives all
-        check_observation(observation, schema)
+        check_observation(observation, schema, instructions)
         self.feature_spec(schema)
         batch = len(instructions)
-        if observation.batch_size and observation.batch_size[0] != batch:
-            raise ValueError(f"{observation.batch_size[0]} observations but {batch} instructions")
         width, height = self.policy.resize_imgs_with_padding
         images = [
             resize_with_pad(observation["image", camera].float() / 255, height, width, pad_value=0) * 2 - 1

@@ -327,11 +327,9 @@ class VLMBackbone(Backbone):
             ValueError: wrong cameras or sizes, a wrong number of instructions, one that is too long or that holds an
                 image placeholder, an unknown kind.
         """
-        check_observation(observation, schema)
+        check_observation(observation, schema, instructions)
         self._check_kinds(kinds)
         batch = len(instructions)
-        if observation.batch_size and observation.batch_size[0] != batch:
-            raise ValueError(f"{observation.batch_size[0]} observations but {batch} instructions")
         texts = [schema.instruct(instruction) for instruction in instructions]
         images = None
         if schema.cameras:

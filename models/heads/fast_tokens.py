@@ -188,6 +188,10 @@ class FastTokensHead(ActionHead):
         self._require_rl()
         return self.value_head(features, state)
 
+    def q_network(self, action_size: int) -> nn.Module:
+        """See :meth:`ActionHead.q_network`."""
+        return _Critic(self.feature_spec.pooled_dim + self.schema.state_dim + action_size, self.begin.shape[-1])
+
     def get_extra_state(self) -> Tensor:
         """The tokenizer as uint8 bytes: a payload restores the head with the vocabulary that it was trained with."""
         data = self.tokenizer.to_bytes() if isinstance(self.tokenizer, DCTTokenizer) else b"binning"

@@ -160,6 +160,10 @@ class _ChainHead(ActionHead):
         """See :meth:`ActionHead.value`."""
         return self.value_head(features, state)
 
+    def q_network(self, action_size: int) -> PooledMLP:
+        """See :meth:`ActionHead.q_network`."""
+        return PooledMLP(self.feature_spec, self.schema.state_dim + action_size, out_dim=1)
+
     def _choose_step(self, normal: Tensor) -> Tensor:
         """Standard normal numbers -> uniform step indices, int64, the same shape."""
         return (torch.special.ndtr(normal) * self.num_steps).long().clamp(max=self.num_steps - 1)

@@ -18,6 +18,7 @@ arXiv 1509.06113) keep it and stay cheap on a CPU.
 from __future__ import annotations
 
 from collections.abc import Hashable
+from functools import partial
 from typing import Literal
 
 import torch
@@ -90,17 +91,21 @@ class ChunkMLPHead(ActionHead):
         sizes = (schema.state_dim, schema.chunk, schema.action_dim, hidden_dim, num_layers, num_keypoints, text_dim)
         self._architecture = (feature_spec, use_features, activation, *sizes)
 
-        def network(out_dim: int) -> PooledMLP:
-            return PooledMLP(
-                spec, schema.state_dim, out_dim, hidden_dim, num_layers, activation, num_keypoints, text_dim
-            )
-
+        self._network = partial(
+            PooledMLP,
+            spec,
+            hidden_dim=hidden_dim,
+            num_layers=num_layers,
+            activation=activation,
+            num_keypoints=num_keypoints,
+            text_dim=text_dim,
+        )
         if spec is not None and spec.kind == "action_tokens":
             self.actor = _TokenMLP(spec.segments[0], schema, hidden_dim, num_layers, activation)
         else:
-            self.actor = network(schema.chunk * schema.action_dim)
+            self.actor = self._network(schema.state_dim, schema.chunk * schema.action_dim)
         self.log_std = nn.Parameter(torch.full((schema.chunk, schema.action_dim), float(log_std_init)))
-        self.value_head = network(1)
+        self.value_head = self._network(schema.state_dim, 1)
 
     def loss(self, features: VLAFeature, state: Tensor, actions: Tensor, is_pad: Tensor) -> dict[str, Tensor]:
         """Regression of the chunk; see :meth:`ActionHead.loss`. Metrics: ``l1``, the mean absolute error."""
@@ -135,6 +140,10 @@ class ChunkMLPHead(ActionHead):
     def value(self, features: VLAFeature, state: Tensor) -> Tensor:
         """See :meth:`ActionHead.value`."""
         return self.value_head(features, state)
+
+    def q_network(self, action_size: int) -> nn.Module:
+        """See :meth:`ActionHead.q_network`."""
+        return self._network(self.schema.state_dim + action_size, 1)
 
     @property
     def stack_key(self) -> Hashable:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import threading
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 from tensordict import TensorDict
@@ -34,6 +35,15 @@ class ReusePlan:
     reuse: bool
     bytes_per_decision: int
     reason: str
+
+
+def full_precision(batch: TensorDict) -> TensorDict:
+    """Make the ``features`` of a minibatch (stored compactly, or in the backbone's dtype) float32, as heads see them.
+
+    In place: a minibatch is a TensorDict of its own, and a copy of it would cost as much as the conversion.
+    """
+    batch["features"] = cast(VLAFeature, batch["features"]).for_head()
+    return batch
 
 
 def plan_reuse(slot: TenantSlot, backbone: Backbone, budget_bytes: int) -> ReusePlan:

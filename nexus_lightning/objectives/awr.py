@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import torch
 from tensordict import TensorDict
 from torch import Tensor
+from torchrl.objectives import IQLLoss
 
 from nexus_lightning.config import AlgorithmConfig
 from nexus_lightning.head import ActionHead
@@ -14,6 +15,8 @@ from nexus_lightning.schema import Normalizer
 
 #: Largest weight of a sample against the mean one's (AWR cuts at 20, too).
 MAX_WEIGHT = 20.0
+#: Expectile of the critic unless ``algorithm.expectile`` says otherwise: the mean, as in the paper.
+EXPECTILE = 0.5
 
 
 class AWRObjective:
@@ -35,6 +38,7 @@ class AWRObjective:
 
     def __init__(self, head: ActionHead, normalizer: Normalizer, algorithm: AlgorithmConfig, batch_size: int) -> None:
         self.head, self.normalizer, self.algorithm, self.batch_size = head, normalizer, algorithm, batch_size
+        self.expectile = EXPECTILE if algorithm.expectile is None else algorithm.expectile
 
     def minibatches(self, data: TensorDict) -> Iterator[TensorDict]:
         """In the order of the partition: the producer has already shuffled by the tenant's seed."""
@@ -59,7 +63,7 @@ class AWRObjective:
         state = self.normalizer.normalize_state(batch["state"])
         value = self.head.value(batch["features"], state)
         error = batch["return_to_go"] - value
-        value_loss = expectile_loss(error, self.algorithm.expectile)
+        value_loss = expectile_loss(error, self.expectile)
         weight = advantage_weights(error.detach().squeeze(-1), self.algorithm.temperature)
         share = weight.sum().square() / (len(weight) * weight.square().sum())
         metrics = {"value_loss": value_loss.detach(), "advantage": error.detach().mean(), "weight_share": share}
@@ -79,7 +83,7 @@ def expectile_loss(error: Tensor, expectile: float) -> Tensor:
         >>> expectile_loss(torch.tensor([2.0, -2.0]), 0.75).item()    # (0.75 * 4 + 0.25 * 4) / 2
         2.0
     """
-    return (torch.where(error < 0, 1 - expectile, expectile) * error.square()).mean()
+    return IQLLoss.loss_value_diff(error, expectile).mean()
 
 
 def advantage_weights(advantage: Tensor, temperature: float) -> Tensor:

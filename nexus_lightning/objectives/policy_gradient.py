@@ -7,6 +7,16 @@ so they carry no likelihood, no entropy and no gradient (``executed`` mask).
 - ``grpo``: the same clipped loss without a critic; an episode's advantage is its return against the other episodes from
   the same initial state (Shao et al. 2024, arXiv 2402.03300), the same for all its decisions.
 - ``reinforce``: ``torchrl.objectives.ReinforceLoss``, the return minus the critic's estimate (GAE with lambda 1).
+
+Rollouts that go on while the actor trains were drawn by an older policy (behaviour) than the one a job starts from
+(proximal). ``algorithm.proximal`` decouples the two (Hilton et al. 2022, arXiv 2110.00641; AReaL, arXiv 2505.24298)::
+
+    behaviour --- weight w = proximal / behaviour, cut at 5 ---> proximal --- ratio r, clipped ---> policy in training
+
+    loss = -mean( w * min(r A, clip(r) A) )
+
+The clip then bounds how far one job moves the policy. Without it, it acts on the whole way from the behaviour policy:
+what a stale rollout finds beyond the clip already gets no gradient, however wrong it is.
 """
 
 from __future__ import annotations
@@ -30,6 +40,10 @@ from nexus_lightning.schema import Normalizer
 CHUNK = ("vla_action", "chunk")
 LOG_PROBS = ("vla_action", "log_probs")
 EXECUTED = "executed"
+#: What the actor-forward stage adds: log-probabilities and values under the policy that a job starts from.
+PROXIMAL_LOG_PROB, PROXIMAL_VALUE = "proximal_log_prob", "proximal_value"
+#: Largest weight of the proximal policy against the behaviour policy (AReaL's ``behav_imp_weight_cap``).
+MAX_IMPORTANCE_WEIGHT = 5.0
 
 
 def reduce_chunk(values: Tensor, executed: Tensor, reduction: str) -> Tensor:
@@ -139,6 +153,40 @@ def compute_advantages(rollout: TensorDict, algorithm: AlgorithmConfig, normaliz
     )
 
 
+def importance_weights(proximal: Tensor, behaviour: Tensor) -> Tensor:
+    """``exp(proximal - behaviour)`` of log-probabilities, cut at :data:`MAX_IMPORTANCE_WEIGHT`.
+
+    Example:
+        >>> importance_weights(torch.tensor([-1.0, -1.0, 4.0]), torch.tensor([-1.0, 0.0, 0.0]))
+        tensor([1.0000, 0.3679, 5.0000])
+    """
+    return (proximal - behaviour).exp().clamp(max=MAX_IMPORTANCE_WEIGHT)
+
+
+def next_values(values: Tensor, done: Tensor, terminated: Tensor, bootstrap: Tensor) -> Tensor:
+    """Critic of the state after each decision ``[N, L, 1]``: what :func:`compute_advantages` wants as next value.
+
+    Args:
+        values: of the state before each decision ``[N, L, 1]``.
+        done / terminated: bool ``[N, L, 1]``.
+        bootstrap: ``[N, L, 1]``, read where :func:`cut` says so: the critic's estimate there.
+
+    Returns:
+        The next decision's value; 0 where the episode terminated, ``bootstrap`` where it was cut.
+    """
+    following = torch.zeros_like(values)
+    following[:, :-1] = values[:, 1:]
+    following = torch.where(cut(done, terminated), bootstrap, following)
+    return torch.where(terminated, torch.zeros_like(following), following)
+
+
+def cut(done: Tensor, terminated: Tensor) -> Tensor:
+    """Decisions after which the rollout does not go on although the episode could: truncated, or the last column."""
+    last = torch.zeros_like(done)
+    last[:, -1] = True
+    return (done | last) & ~terminated
+
+
 def group_advantages(rollout: TensorDict) -> tuple[Tensor, Tensor]:
     """GRPO's advantage ``[N, L, 1]`` and which decisions count.
 
@@ -223,7 +271,7 @@ class PolicyGradientObjective:
                 actor,
                 None if algorithm.name == "grpo" else critic,
                 clip_epsilon=algorithm.clip_epsilon,
-                entropy_bonus=algorithm.entropy_coef > 0,
+                entropy_bonus=True,  # with a coefficient of 0 for its figure alone
                 entropy_coeff=algorithm.entropy_coef,
                 critic_coeff=None if algorithm.name == "grpo" else algorithm.critic_coef,
                 loss_critic_type="l2",
@@ -241,6 +289,21 @@ class PolicyGradientObjective:
             for rows in torch.randperm(len(data)).split(self.algorithm.minibatch_size):
                 yield data[rows]
 
+    @torch.no_grad()
+    def actor_forward(self, batch: TensorDict) -> TensorDict:
+        """How the present policy sees a rollout: rows with features, as for :meth:`loss` -> derived columns.
+
+        Returns:
+            ``proximal_log_prob`` ``[B, U]`` and, where the algorithm has a critic, ``proximal_value`` ``[B, 1]``.
+        """
+        state = self.normalizer.normalize_state(batch["state"])
+        log_probs, _ = self.head.evaluate(batch["features"], state, batch["vla_action"])
+        units = likelihood_units(log_probs, batch[EXECUTED], self.algorithm.log_prob, self.algorithm.log_prob_level)
+        columns = {PROXIMAL_LOG_PROB: units}
+        if self.algorithm.name != "grpo":
+            columns[PROXIMAL_VALUE] = self.head.value(batch["features"], state)
+        return TensorDict(columns, batch.batch_size)
+
     def row_weights(self, data: TensorDict) -> dict[str, Tensor]:
         """How many likelihood units each row has, and 1."""
         mask = unit_mask(data[EXECUTED], data[CHUNK].shape[-1], self.algorithm.log_prob_level)
@@ -253,10 +316,20 @@ class PolicyGradientObjective:
         results are then this rank's summands of the minibatch's.
 
         ``policy_loss``, ``value_loss``, ``entropy``, ``kl`` (mean of log p_old - log p_new), ``clip_fraction``,
-        ``ratio`` (mean), ``explained_variance``; those that the algorithm has.
+        ``ratio`` (mean), ``explained_variance``; those that the algorithm has. Old is the policy that acted, with
+        ``algorithm.proximal`` the one that the job started from; then also ``importance_weight`` (mean of w) and
+        ``behavior_kl`` (mean of log p_behaviour - log p_proximal).
         """
         executed, num_dims = batch[EXECUTED], batch[CHUNK].shape[-1]
         mask = unit_mask(executed, num_dims, self.algorithm.log_prob_level)
+        old, advantage = batch["sample_log_prob"][mask], batch["advantage"].expand_as(mask)[mask]
+        metrics = {}
+        if self.algorithm.proximal:
+            # w is not negative and has no gradient: weighing the advantage is weighing both sides of the minimum
+            behaviour, old = old, batch[PROXIMAL_LOG_PROB][mask]
+            weight = importance_weights(old, behaviour)
+            advantage = weight * advantage
+            metrics = {"importance_weight": weight.mean(), "behavior_kl": (behaviour - old).mean()}
         # Units of all rows side by side: a masked step is not in any mean. Hence no common batch size.
         units = TensorDict(
             {
@@ -264,8 +337,8 @@ class PolicyGradientObjective:
                 "state": self.normalizer.normalize_state(batch["state"]),
                 "vla_action": batch["vla_action"],
                 EXECUTED: executed,
-                "sample_log_prob": batch["sample_log_prob"][mask],
-                "advantage": batch["advantage"].expand_as(mask)[mask].unsqueeze(-1),
+                "sample_log_prob": old,
+                "advantage": advantage.unsqueeze(-1),
                 "value_target": batch["value_target"],
                 "state_value": batch["state_value"],
             },
@@ -278,7 +351,8 @@ class PolicyGradientObjective:
                 out[key] = value * shares["units" if key in per_unit else "rows"]
         policy_loss = out["loss_actor"] if self.algorithm.name == "reinforce" else out["loss_objective"]
         value_loss = out.get("loss_value" if self.algorithm.name == "reinforce" else "loss_critic", None)
-        loss, metrics = policy_loss, {"policy_loss": policy_loss.detach()}
+        loss = policy_loss
+        metrics["policy_loss"] = policy_loss.detach()
         if "loss_entropy" in out.keys():
             loss = loss + out["loss_entropy"]
         if value_loss is not None:

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from nexus_lightning.config import PlacementConfig
 from nexus_lightning.memory import shard_units
-from nexus_lightning.module import MultiTenantModule, build_objective
+from nexus_lightning.module import MultiTenantModule
 from nexus_lightning.placement.plan import Plan
 from nexus_lightning.placement.sharding import needs_whole_backbone, shard_backbone, shard_head
 
@@ -60,7 +60,7 @@ class TenantFSDP2(ModelParallelStrategy):
         if plan.heads_shard > 1:
             for slot in module.slots.values():
                 slot.replica = shard_head(slot.head, mesh)
-            module.objectives = {name: build_objective(slot) for name, slot in module.slots.items()}
+            module.build_objectives()
 
     @property
     @override

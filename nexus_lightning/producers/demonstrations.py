@@ -14,7 +14,7 @@ from torch import Tensor
 from torchvision.transforms.v2 import functional
 
 from nexus_lightning.backbone import Backbone, FeatureSpec, VLAFeature, concatenate_features, sharing_key
-from nexus_lightning.config import AugmentationConfig, DatasetConfig
+from nexus_lightning.config import AlgorithmConfig, AugmentationConfig, DatasetConfig
 from nexus_lightning.conventions import DatasetConverter
 from nexus_lightning.features.reuse import PassCounter
 from nexus_lightning.features.store import FeatureEntry, FeatureStore, StoreKey, dataset_revision
@@ -106,7 +106,8 @@ class DemonstrationReader:
         spec: what the tenant's head reads.
         store: where features are kept, or None.
         passes: counts observations and encoded rows.
-        gamma: discount per frame; batches then hold ``return_to_go`` ``[n, 1]`` (offline RL).
+        algorithm: of offline RL: batches then hold ``return_to_go`` ``[n, 1]`` (awr), or ``reward``, ``discount``,
+            ``taken`` of :func:`transitions` and ``next_features``, ``next_state`` (iql; needs a store).
     """
 
     def __init__(
@@ -118,7 +119,7 @@ class DemonstrationReader:
         spec: FeatureSpec,
         store: FeatureStore | None,
         passes: PassCounter | None = None,
-        gamma: float | None = None,
+        algorithm: AlgorithmConfig | None = None,
     ) -> None:
         self.dataset, self.config, self.schema, self.backbone, self.spec = dataset, config, schema, backbone, spec
         self.converter = DatasetConverter(schema, config.conventions)
@@ -126,8 +127,14 @@ class DemonstrationReader:
         self.views = 1 if self.augmentation is None else self.augmentation.views
         self.passes = PassCounter() if passes is None else passes
         self.table = low_dim_table(dataset, schema, self.converter)
-        if gamma is not None:
-            self.table["return_to_go"] = returns_to_go(dataset, gamma)
+        self.next_row: Tensor | None = None
+        if algorithm is not None and algorithm.name == "awr":
+            self.table["return_to_go"] = returns_to_go(dataset, algorithm.gamma)
+        elif algorithm is not None:
+            assert algorithm.name == "iql" and store is not None, "validated with the config"
+            steps = transitions(dataset, algorithm.gamma, schema.execute)
+            self.next_row = steps.pop("next_row")
+            self.table.update(steps)
         self._seen = torch.zeros(self.views, len(dataset), dtype=torch.bool)
         self.entry: FeatureEntry | None = None
         if store is not None:
@@ -177,14 +184,21 @@ class DemonstrationReader:
 
         Returns:
             ``actions`` (internal convention) and ``is_pad``; with a store ``features`` and ``state``, without one
-            ``observation`` (images, state) and ``language_instruction``.
+            ``observation`` (images, state) and ``language_instruction``. Offline RL: what the constructor says.
         """
+        batch, count = cast(TensorDict, self.table[rows]), len(rows)
+        if self.next_row is not None:
+            following = self.next_row[rows]
+            batch["next_state"] = self.table["state"][following]
+            rows = torch.cat([rows, following])
         new = rows[~self._seen[view, rows]].unique()
         self._seen[view, new] = True
         self.passes.add(observed=len(new))
-        batch = cast(TensorDict, self.table[rows])
         if self.entry is not None:
-            batch["features"] = self.entry.read(rows, view)["features"]
+            features = self.entry.read(rows, view)["features"]
+            batch["features"] = features[:count]
+            if self.next_row is not None:
+                batch["next_features"] = features[count:]
             return batch
         items = [self.dataset[int(row)] for row in rows]
         observation = self._observation(items, rows, view)
@@ -234,29 +248,44 @@ def low_dim_table(dataset: Any, schema: TenantSchema, converter: DatasetConverte
     frames = dataset.hf_dataset.select_columns(columns).with_format("torch")[:]
     action, state = (torch.as_tensor(frames[key]).float() for key in ("action", "observation.state"))
     episode = torch.as_tensor(frames["episode_index"])
-    # Frames of an episode lie side by side: its last one is right before the next episode's first.
-    _, lengths = torch.unique_consecutive(episode, return_counts=True)
-    last = (lengths.cumsum(0) - 1).repeat_interleave(lengths)
+    last = _last_rows(episode)
     step = torch.arange(len(action)).unsqueeze(1) + torch.arange(schema.chunk)
     rows = torch.minimum(step, last.unsqueeze(1))
     actions = converter.actions(action[rows], state[rows] if converter.needs_states else state)
     return TensorDict({"state": state, "actions": actions, "is_pad": step > last.unsqueeze(1)}, [len(action)])
 
 
+def _last_rows(episode: Tensor) -> Tensor:
+    """The last frame of each frame's episode, int64 ``[N]``: frames of an episode lie side by side."""
+    _, lengths = torch.unique_consecutive(episode, return_counts=True)
+    return (lengths.cumsum(0) - 1).repeat_interleave(lengths)
+
+
+def _columns(dataset: Any, *choices: tuple[str, ...]) -> list[Tensor]:
+    """One float32 column ``[N]`` for each of ``choices``, the first name that is there; then ``episode_index``."""
+    keys = []
+    for names in choices:
+        key = next((name for name in names if name in dataset.hf_dataset.column_names), None)
+        if key is None:
+            raise ValueError(f"dataset {dataset.repo_id}: offline RL needs the column {' or '.join(names)}")
+        keys.append(key)
+    frames = dataset.hf_dataset.select_columns([*dict.fromkeys(keys), "episode_index"]).with_format("torch")[:]
+    return [*(torch.as_tensor(frames[key]).float().flatten() for key in keys), torch.as_tensor(frames["episode_index"])]
+
+
+#: Where rewards are read from: without the first, 1 at the step that succeeds.
+REWARD_COLUMNS = ("next.reward", "next.success")
+#: What tells an episode that ended from one that was cut.
+END_COLUMNS = ("next.terminated", "next.success")
+
+
 def returns_to_go(dataset: Any, gamma: float) -> Tensor:
     """Discounted reward from every frame to the end of its episode, float32 ``[N, 1]``.
 
-    Rewards are the column ``next.reward``, or ``next.success`` where there is none (1 at the step that succeeds).
-
     Raises:
-        ValueError: the dataset has neither.
+        ValueError: the dataset has none of :data:`REWARD_COLUMNS`.
     """
-    names = dataset.hf_dataset.column_names
-    key = next((name for name in ("next.reward", "next.success") if name in names), None)
-    if key is None:
-        raise ValueError(f"dataset {dataset.repo_id}: offline RL needs the column next.reward or next.success")
-    frames = dataset.hf_dataset.select_columns([key, "episode_index"]).with_format("torch")[:]
-    reward, episode = torch.as_tensor(frames[key]).float().flatten(), torch.as_tensor(frames["episode_index"])
+    reward, episode = _columns(dataset, REWARD_COLUMNS)
     returns, following = torch.zeros_like(reward), 0.0
     for row in reversed(range(len(reward))):
         if row + 1 == len(reward) or episode[row + 1] != episode[row]:
@@ -264,6 +293,44 @@ def returns_to_go(dataset: Any, gamma: float) -> Tensor:
         following = float(reward[row]) + gamma * following
         returns[row] = following
     return returns.unsqueeze(-1)
+
+
+def transitions(dataset: Any, gamma: float, steps: int) -> TensorDict:
+    """Every frame with the ``steps`` actions from it on as one decision (iql).
+
+    ::
+
+        frame        t   t+1   ...   t+n       reward   = r_t + gamma r_t+1 + ... + gamma^(n-1) r_t+n-1
+        action taken *    *    ...             next_row = t+n
+                                               discount = gamma^n
+
+    n is ``steps``, or what is left of the episode. Where the episode ended in it, ``discount`` is 0. Where it was cut,
+    the state after its last action was not recorded: the last frame is the one to go on from, its own action is not
+    counted, and as a start it has n = 0 (no target).
+
+    Returns:
+        ``[N]``: ``reward`` and ``discount`` float32 ``[N, 1]``, ``taken`` bool ``[N, steps]``, ``next_row`` int64.
+
+    Raises:
+        ValueError: the dataset has none of :data:`REWARD_COLUMNS`, or none of :data:`END_COLUMNS`.
+    """
+    reward, end, episode = _columns(dataset, REWARD_COLUMNS, END_COLUMNS)
+    rows, last = torch.arange(len(reward)), _last_rows(episode)
+    ended = end[last] > 0
+    step = rows.unsqueeze(1) + torch.arange(steps)
+    taken = step < torch.where(ended, last + 1, last).unsqueeze(1)
+    count = taken.sum(1)
+    paid = reward[step.clamp(max=len(reward) - 1)] * taken * gamma ** torch.arange(steps)
+    discount = torch.where(ended & (rows + count > last), 0.0, gamma**count)
+    return TensorDict(
+        {
+            "reward": paid.sum(1, keepdim=True),
+            "discount": discount.unsqueeze(-1),
+            "taken": taken,
+            "next_row": torch.minimum(rows + count, last),
+        },
+        [len(reward)],
+    )
 
 
 def augment(images: Tensor, rows: Tensor, view: int, config: AugmentationConfig) -> Tensor:
@@ -294,9 +361,10 @@ def augment(images: Tensor, rows: Tensor, view: int, config: AugmentationConfig)
 
 def concatenate_batches(parts: list[TensorDict]) -> TensorDict:
     """Batches of :meth:`DemonstrationReader.read` one after the other (text segments may differ in length)."""
-    whole = cast(TensorDict, torch.cat([part.exclude("features") for part in parts]))  # type: ignore[arg-type]
-    if "features" in parts[0].keys():
-        whole["features"] = concatenate_features([cast(VLAFeature, part["features"]) for part in parts])
+    keys = [key for key in ("features", "next_features") if key in parts[0].keys()]
+    whole = cast(TensorDict, torch.cat([part.exclude(*keys) for part in parts]))  # type: ignore[arg-type]
+    for key in keys:
+        whole[key] = concatenate_features([cast(VLAFeature, part[key]) for part in parts])
     return whole
 
 
@@ -336,6 +404,33 @@ class FrameOrder:
         return self._epoch[1]
 
 
+class DemonstrationStream:
+    """Samples of a dataset in the tenant's own order; what lies at a position depends on the position alone.
+
+    Args:
+        reader: of the tenant.
+        seed: the tenant's.
+    """
+
+    def __init__(self, reader: DemonstrationReader, seed: int) -> None:
+        self.reader, self.order = reader, FrameOrder(len(reader), derive_seed(seed, "order"))
+
+    def read(self, start: int, count: int, here: Tensor | None = None) -> TensorDict:
+        """``[count]`` samples; pass e over the data sees view e modulo the number of views.
+
+        ``here``: only these of them, int64 places from 0 to ``count - 1``.
+        """
+        rows, views = self.order.rows(start, count), self.order.epochs(start, count) % self.reader.views
+        if here is not None:
+            rows, views = rows[here], views[here]
+        present = views.unique().tolist()
+        if len(present) == 1:
+            return self.reader.read(rows, present[0])
+        parts = [self.reader.read(rows[views == view], view) for view in present]
+        positions = torch.cat([(views == view).nonzero().flatten() for view in present])
+        return concatenate_batches(parts)[positions.argsort()]
+
+
 class DemonstrationProducer(Producer):
     """reserve -> build batch -> put -> ready, as far ahead as the tenant's in-flight bound allows."""
 
@@ -369,12 +464,13 @@ class DemonstrationProducer(Producer):
             if not self.reader.warm_up(self.stopping.is_set, progress, self.share):
                 return
             self.on_progress("")
-        order = FrameOrder(len(self.reader), derive_seed(self.slot.spec.seed, "order"))
+        stream = DemonstrationStream(self.reader, self.slot.spec.seed)
         rows_per_job = config.batch_size * config.batches_per_job
         metadata: dict[str, Any] = {"features": kept}
         if not kept:  # jobs of other tenants with this key may share the actor's backbone passes
             metadata["encode"] = list(sharing_key(self.slot.spec.schema, self.reader.spec.kind))
-        rows_here = rows_per_job if self.share.count == 1 else self._local_rows()[0].numel()
+        here, padding = (None, None) if self.share.count == 1 else self._local_rows()
+        rows_here = rows_per_job if here is None else here.numel()
         position = self.slot.cursor
         while not self.stopping.is_set() and self.scheduler.wants_more(self.tenant):
             job = self.scheduler.reserve(
@@ -388,34 +484,15 @@ class DemonstrationProducer(Producer):
                 self.scheduler.wait_for_room(self.tenant, timeout_s=0.5)
                 continue
             try:
-                batch = self._batch(order, position * rows_per_job, rows_per_job)
+                batch = stream.read(position * rows_per_job, rows_per_job, here)
+                if padding is not None:  # no step of them is valid
+                    batch["is_pad"] = batch["is_pad"] | padding.unsqueeze(-1)
                 self.queue.put(job.partition_id, batch, tenant_id=self.tenant)
                 self.scheduler.mark(job.job_id, JobState.READY)
             except Exception as error:
                 self.scheduler.fail(job.job_id, f"{type(error).__name__}: {error}")
                 raise
             position += 1
-
-    def _batch(self, order: FrameOrder, start: int, count: int) -> TensorDict:
-        """Rows at these stream positions; pass e over the data sees view e modulo the number of views.
-
-        With several ranks this one's rows of every batch (:meth:`Share.padded_rows`); padding has no valid step.
-        """
-        rows, views = order.rows(start, count), order.epochs(start, count) % self.reader.views
-        padding = None
-        if self.share.count > 1:
-            here, padding = self._local_rows()
-            rows, views = rows[here], views[here]
-        present = views.unique().tolist()
-        if len(present) == 1:
-            batch = self.reader.read(rows, present[0])
-        else:
-            parts = [self.reader.read(rows[views == view], view) for view in present]
-            positions = torch.cat([(views == view).nonzero().flatten() for view in present])
-            batch = cast(TensorDict, concatenate_batches(parts)[positions.argsort()])
-        if padding is not None:
-            batch["is_pad"] = batch["is_pad"] | padding.unsqueeze(-1)
-        return batch
 
     def _local_rows(self) -> tuple[Tensor, Tensor]:
         """Places of this rank's rows in a job, int64, and which are padding."""

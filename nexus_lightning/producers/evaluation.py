@@ -1,13 +1,15 @@
-"""Read-only evaluation: one pinned policy version, deterministic actions, every listed seed exactly once."""
+"""Read-only evaluation: one pinned policy version, deterministic actions, every (task, seed) exactly once."""
 
 from __future__ import annotations
 
+import math
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from tensordict.nn import TensorDictModuleBase
 
@@ -16,6 +18,29 @@ from nexus_lightning.monitoring.stats import wilson_interval
 from nexus_lightning.producers.base import Producer
 from nexus_lightning.queues.inference import ServedPolicies, TenantInferenceServer
 
+#: An episode to run: (index of the task, seed).
+Episode = tuple[int, int]
+#: Episodes that a video shows at most; more tiles could not be told apart.
+MAX_TILES = 64
+TILE_SIZE = 128  # pixels, of a video with several tiles
+BORDER = 4  # pixels
+GREEN, RED = (46, 160, 67), (218, 54, 51)
+
+
+@dataclass(frozen=True)
+class TaskResult:
+    """One row of the table: success over n episodes with its 95 % Wilson interval, means over the episodes."""
+
+    task: str
+    instruction: str
+    success_rate: float
+    n: int
+    ci_low: float
+    ci_high: float
+    episode_return: float
+    episode_length: float
+    success_at_end: float
+
 
 @dataclass(frozen=True)
 class EvalResult:
@@ -23,7 +48,7 @@ class EvalResult:
 
     tenant: str
     policy_version: int
-    success_rate: float
+    success_rate: float  # share of episodes that were successful in any step
     n: int
     ci_low: float
     ci_high: float
@@ -31,32 +56,56 @@ class EvalResult:
     episode_length: float
     success_at_end: float = 0.0  # share of episodes that were successful in their last step
     mode: str = "deterministic"
-    successes: tuple[bool, ...] = ()  # by seed, in the order asked for
+    successes: tuple[bool, ...] = ()  # by episode, in the order asked for
     seeds: tuple[int, ...] = ()
+    tasks: tuple[str, ...] = ()  # by episode
+    by_task: tuple[TaskResult, ...] = ()  # in the order of the environment's tasks
+
+
+def list_episodes(num_tasks: int, first_seed: int, count: int) -> list[Episode]:
+    """``count`` seeds of every task, task by task.
+
+    Example:
+        >>> list_episodes(2, first_seed=30, count=2)
+        [(0, 30), (0, 31), (1, 30), (1, 31)]
+    """
+    return [(task, seed) for task in range(num_tasks) for seed in range(first_seed, first_seed + count)]
+
+
+def filmed(episodes: Sequence[Episode]) -> list[Episode]:
+    """The episodes that the video shows: the first ones of every task, as many as there is room for."""
+    tasks = dict.fromkeys(task for task, _ in episodes)
+    each = max(1, MAX_TILES // max(1, len(tasks)))
+    return [e for task in tasks for e in [e for e in episodes if e[0] == task][:each]]
 
 
 @torch.no_grad()
 def evaluate_policy(
     env: SimulatorEnv,
     policy: TensorDictModuleBase,
-    seeds: list[int],
+    episodes: Sequence[Episode],
     stopping: Callable[[], bool] = lambda: False,
     progress: Callable[[int], None] | None = None,
 ) -> list[dict[str, Any]] | None:
-    """Run one episode per seed on ``env`` (several simulators share the list).
+    """Run every episode once on ``env`` (several simulators share the list).
 
     Returns:
-        One ``{seed, success, success_at_end, episode_return, episode_length}`` per seed in the order given; None when
-        ``stopping``.
+        One ``{task, instruction, seed, success, success_at_end, episode_return, episode_length}`` per episode in the
+        order given (``task`` is its name); None when ``stopping``.
+
+    Raises:
+        ValueError: an episode is listed twice.
     """
-    if not seeds:  # of several ranks' evaluators this one has no share
+    if not episodes:  # of several ranks' evaluators this one has no share
         return []
-    env.set_episodes(seeds)
+    if len(set(episodes)) < len(episodes):
+        raise ValueError(f"tenant {env.tenant!r}: evaluation: an episode (task, seed) is listed twice")
+    env.set_episodes([seed for _, seed in episodes], [task for task, _ in episodes])
     try:
         state = env.reset()
         returns = torch.zeros(env.batch_size)
-        finished: dict[int, dict[str, Any]] = {}
-        while len(finished) < len(seeds):
+        finished: dict[Episode, dict[str, Any]] = {}
+        while len(finished) < len(episodes):
             if stopping():
                 return None
             active = ~env.exhausted
@@ -64,8 +113,10 @@ def evaluate_policy(
             returns += stepped["reward"].squeeze(-1) * active
             done = stepped["done"].squeeze(-1)
             for index in torch.nonzero(done & active).flatten().tolist():
-                seed = int(stepped["episode_seed"][index])
-                finished[seed] = {
+                task, seed = int(stepped["episode_task"][index]), int(stepped["episode_seed"][index])
+                finished[task, seed] = {
+                    "task": env.task_names[task],
+                    "instruction": stepped["language_instruction"][index],
                     "seed": seed,
                     "success": bool(stepped["success_once"][index]),
                     "success_at_end": bool(stepped["success"][index]),
@@ -73,40 +124,52 @@ def evaluate_policy(
                     "episode_length": int(stepped["episode_length"][index]),
                 }
                 returns[index] = 0.0
-                if index == 0:
-                    env.record_frames = False  # one episode makes the video
                 if progress is not None:
                     progress(len(finished))
             state = stepped.exclude("reward")
-            if len(finished) < len(seeds) and bool(done.any()):
+            if len(finished) < len(episodes) and bool(done.any()):
                 state.set("_reset", stepped["done"].clone())
                 state = env.reset(state)
-        return [finished[seed] for seed in seeds]
+        return [finished[episode] for episode in episodes]
     finally:
         env.set_episodes(None)
 
 
 def summarise(tenant: str, version: int, episodes: list[dict[str, Any]]) -> EvalResult:
-    """Headline numbers of a list of episodes."""
-    n = len(episodes)
-    successes = sum(e["success"] for e in episodes)
-    low, high = wilson_interval(successes, n)
+    """Headline numbers of a list of episodes, of all and of each task."""
+    by_task: dict[str, list[dict[str, Any]]] = {}
+    for episode in episodes:
+        by_task.setdefault(episode["task"], []).append(episode)
     return EvalResult(
         tenant=tenant,
         policy_version=version,
-        success_rate=successes / n,
-        n=n,
-        ci_low=low,
-        ci_high=high,
-        episode_return=sum(e["episode_return"] for e in episodes) / n,
-        episode_length=sum(e["episode_length"] for e in episodes) / n,
-        success_at_end=sum(e["success_at_end"] for e in episodes) / n,
+        **_headline(episodes),
         successes=tuple(e["success"] for e in episodes),
         seeds=tuple(e["seed"] for e in episodes),
+        tasks=tuple(e["task"] for e in episodes),
+        by_task=tuple(
+            TaskResult(task=task, instruction=rows[0]["instruction"], **_headline(rows))
+            for task, rows in by_task.items()
+        ),
     )
 
 
-def save_video(frames: list, path: Path, fps: float) -> None:
+def _headline(episodes: list[dict[str, Any]]) -> dict[str, Any]:
+    n = len(episodes)
+    successes = sum(e["success"] for e in episodes)
+    low, high = wilson_interval(successes, n)
+    return {
+        "success_rate": successes / n,
+        "n": n,
+        "ci_low": low,
+        "ci_high": high,
+        "episode_return": sum(e["episode_return"] for e in episodes) / n,
+        "episode_length": sum(e["episode_length"] for e in episodes) / n,
+        "success_at_end": sum(e["success_at_end"] for e in episodes) / n,
+    }
+
+
+def save_video(frames: Sequence[np.ndarray], path: Path, fps: float) -> None:
     """H.264 file from uint8 ``[H, W, 3]`` frames; nothing is written for an empty list."""
     import imageio.v2 as imageio
 
@@ -118,6 +181,56 @@ def save_video(frames: list, path: Path, fps: float) -> None:
         for frame in frames:
             height, width = frame.shape[0] // 2 * 2, frame.shape[1] // 2 * 2
             writer.append_data(frame[:height, :width])
+
+
+def save_grid(frames: Mapping[Episode, list[np.ndarray]], successes: Mapping[Episode, bool], path: Path, fps: float):
+    """One video with a tile per episode, row by row in the order of ``frames``; green border: it succeeded, red: not.
+
+    An episode that is over stands still at its last frame until the longest one has ended. Several tiles are shown in
+    :data:`TILE_SIZE` pixels, a single one in its own size.
+    """
+    tiles = [
+        _framed(_scaled(pictures, TILE_SIZE) if len(frames) > 1 else pictures, successes[episode])
+        for episode, pictures in frames.items()
+    ]
+    if not tiles:
+        return
+    columns = math.ceil(math.sqrt(len(tiles)))
+    height, width = tiles[0][0].shape[:2]
+    pictures = []
+    for moment in range(max(map(len, tiles))):
+        grid = np.zeros((math.ceil(len(tiles) / columns) * height, columns * width, 3), np.uint8)
+        for k, tile in enumerate(tiles):
+            row, column = divmod(k, columns)
+            shown = tile[min(moment, len(tile) - 1)]
+            grid[row * height : (row + 1) * height, column * width : (column + 1) * width] = shown
+        pictures.append(grid)
+    save_video(pictures, path, fps)
+
+
+def _scaled(frames: list[np.ndarray], size: int) -> list[np.ndarray]:
+    from PIL import Image
+
+    return [np.asarray(Image.fromarray(f).resize((size, size), Image.Resampling.BILINEAR)) for f in frames]
+
+
+def _framed(frames: list[np.ndarray], success: bool) -> list[np.ndarray]:
+    colour = np.array(GREEN if success else RED, np.uint8)
+    out = []
+    for frame in frames:
+        height, width = frame.shape[:2]
+        tile = np.empty((height + 2 * BORDER, width + 2 * BORDER, 3), np.uint8)
+        tile[:] = colour
+        tile[BORDER : BORDER + height, BORDER : BORDER + width] = frame
+        out.append(tile)
+    return out
+
+
+def save_recorded(env: SimulatorEnv, asked: Sequence[Episode], episodes: list[dict[str, Any]], path: Path) -> None:
+    """The episodes that ``env`` was told to record, out of those ``asked`` for, as one video at the policy's rate."""
+    frames, successes = env.pop_frames(), {key: e["success"] for key, e in zip(asked, episodes, strict=True)}
+    schema = env.schema
+    save_grid({key: frames[key] for key in env.record}, successes, path, schema.control_hz / schema.execute)
 
 
 class Evaluator:
@@ -133,14 +246,14 @@ class Evaluator:
         env: SimulatorEnv,
         served: ServedPolicies,
         server: TenantInferenceServer,
-        seeds: list[int],
+        episodes: list[Episode],
         on_result: Callable[[str, int, list[dict[str, Any]], Path | None], None],
         on_span: Callable[[float, float], None],
         clock: Callable[[], float],
         video_path: Path | None,
     ) -> None:
         self.tenant, self.env, self.served, self.server = tenant, env, served, server
-        self.seeds, self.on_result, self.on_span, self.clock = seeds, on_result, on_span, clock
+        self.episodes, self.on_result, self.on_span, self.clock = episodes, on_result, on_span, clock
         self.video_path = video_path
         self._changed = threading.Condition()
         self._pending: tuple[int, bool] | None = None  # pinned version, with video
@@ -190,22 +303,24 @@ class Evaluator:
             (version, video), self._pending, self._running = self._pending, None, True
         try:
             policy = self.server.client(self.tenant, sample=False, version=version)
-            recording = video and self.video_path is not None
-            self.env.record_frames = recording
+            video_path = self.video_path if video else None
+            if video_path is not None:  # the first episode of each task: rendering all of them would take minutes
+                first = {task: (task, seed) for task, seed in reversed(self.episodes)}
+                self.env.record = filmed([first[task] for task in sorted(first)])
             start = self.clock()
-            episodes = evaluate_policy(self.env, policy, self.seeds, stopping)
+            try:
+                episodes = evaluate_policy(self.env, policy, self.episodes, stopping)
+            finally:
+                policy.rest()
             self.on_span(start, self.clock())
             if episodes is None:
                 return
-            video_path = None
-            if recording:
-                assert self.video_path is not None
-                schema = self.env.schema
-                save_video(self.env.pop_frames(), self.video_path, schema.control_hz / schema.execute)
-                video_path = self.video_path
+            if video_path is not None:
+                save_recorded(self.env, self.episodes, episodes, video_path)
             self.on_result(self.tenant, version, episodes, video_path)
         finally:
-            self.env.record_frames = False
+            self.env.record = ()
+            self.env.pop_frames()
             self.served.unpin(self.tenant, version)
             with self._changed:
                 self._running = False
@@ -230,5 +345,5 @@ class EvaluationProducer(Producer):
 
 
 def result_dict(result: EvalResult) -> dict[str, Any]:
-    """JSON-able form, per-seed outcomes included."""
+    """JSON-able form, per-episode outcomes included."""
     return {k: list(v) if isinstance(v, tuple) else v for k, v in asdict(result).items()}

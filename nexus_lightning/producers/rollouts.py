@@ -10,17 +10,29 @@ from tensordict import TensorDict
 from torchrl.collectors import Collector
 
 from nexus_lightning.backbone import VLAFeature, concatenate_features
+from nexus_lightning.config import AlgorithmConfig
 from nexus_lightning.environment import SimulatorEnv
 from nexus_lightning.features.reuse import PassCounter, in_row_order
-from nexus_lightning.objectives.policy_gradient import EXECUTED, compute_advantages
+from nexus_lightning.objectives.policy_gradient import (
+    EXECUTED,
+    LOG_PROBS,
+    PROXIMAL_VALUE,
+    compute_advantages,
+    cut,
+    next_values,
+)
 from nexus_lightning.placement.shares import Share
 from nexus_lightning.producers.base import Producer
+from nexus_lightning.producers.demonstrations import DemonstrationReader
 from nexus_lightning.producers.evaluation import Evaluator
 from nexus_lightning.queues.inference import ServedPolicies, TenantInferenceServer
 from nexus_lightning.queues.jobs import Job, JobState, Scheduler
 from nexus_lightning.queues.training import TrainingQueue
 from nexus_lightning.tenant import TenantSlot, derive_seed
 
+#: Columns of a partition that the advantage stage reads; of algorithms with a critic also the next ones.
+ADVANTAGE_FIELDS = (LOG_PROBS, EXECUTED, "reward", "done", "terminated", "episode_seed")
+CRITIC_FIELDS = ("state_value", "bootstrap")
 #: Rollout r draws its episode seeds from r * EPISODES_PER_ROLLOUT on, so that a rollout depends on its index alone.
 EPISODES_PER_ROLLOUT = 100_000
 
@@ -28,9 +40,13 @@ EPISODES_PER_ROLLOUT = 100_000
 class RolloutProducer(Producer):
     """version -> reserve -> roll out -> advantages -> ready, several jobs ahead of the actor up to the bounds.
 
+    With ``algorithm.proximal`` a job waits for the actor instead, which adds its own view of the rollout and then the
+    advantages when the job's turn has come (:meth:`~nexus_lightning.runtime.Runtime.prepare_jobs`).
+
     Every rollout starts from fresh resets and is a pure function of (tenant seed, rollout index, policy version): a
     resumed run needs the index alone. With ``reuse`` the features that the decisions were taken on go into the
-    partition in place of the images. Evaluations of the tenant run on the same simulators between two rollouts.
+    partition in place of the images. Evaluations of the tenant run on the same simulators between two rollouts. The
+    features of demonstrations that are mixed into the training (``warm_up``) are computed before the first one.
     """
 
     def __init__(
@@ -49,6 +65,7 @@ class RolloutProducer(Producer):
         reuse: bool,
         passes: PassCounter,
         share: Share | None = None,
+        warm_up: DemonstrationReader | None = None,
     ) -> None:
         super().__init__(slot.name, on_failure)
         algorithm = slot.spec.config.algorithm
@@ -56,7 +73,7 @@ class RolloutProducer(Producer):
         self.slot, self.env, self.evaluator, self.algorithm = slot, env, evaluator, algorithm
         self.served, self.server, self.scheduler, self.queue = served, server, scheduler, queue
         self.on_rollout, self.clock, self.lease_deadline_s = on_rollout, clock, lease_deadline_s
-        self.reuse, self.passes = reuse, passes
+        self.reuse, self.passes, self.warm_up = reuse, passes, warm_up
         self.share = Share() if share is None else share
         self.policy = server.client(slot.name, sample=True)
         self.policy.noise_rows = (env.first_env, env.num_envs * self.share.count)
@@ -64,6 +81,8 @@ class RolloutProducer(Producer):
 
     def produce(self) -> None:
         assert self.algorithm.chunks_per_job is not None, "validated with the config"
+        if self.warm_up is not None and not self.warm_up.warm_up(self.stopping.is_set):
+            return
         frames = self.env.num_envs * self.algorithm.chunks_per_job
         collector = Collector(
             self.env,
@@ -104,6 +123,8 @@ class RolloutProducer(Producer):
                 except Exception as error:
                     self.scheduler.fail(job.job_id, f"{type(error).__name__}: {error}")
                     raise
+                finally:
+                    self.policy.rest()  # what comes next may be a wait for the actor
             finally:
                 self.served.unpin(self.tenant, version)
             index += 1
@@ -122,44 +143,32 @@ class RolloutProducer(Producer):
         assert bool((rollout["policy_version"] == version).all()), "a rollout mixed policy versions"
         self.on_rollout(self.tenant, job, rollout_metrics(rollout), start, self.clock())
         self.passes.add(observed=rollout.numel(), encoded=rollout.numel())
-        partition = to_partition(rollout).flatten()
+        partition = to_partition(rollout)
+        if self.algorithm.name != "grpo":
+            partition["bootstrap"] = self._bootstrap_values(rollout)
+        partition = partition.flatten()
         if self.reuse:
             decisions = self.policy.take_features()
             assert len(decisions) == rollout.shape[1], "the policy was asked for something else than the rollout"
             features = concatenate_features(decisions)[in_row_order(decisions, self.env.num_envs)]
             partition = with_features(partition, cast(VLAFeature, features))
         self.queue.put(job.partition_id, partition, tenant_id=self.tenant)
-        self.scheduler.mark(job.job_id, JobState.NEEDS_ADVANTAGES)
-        self._advantages(rollout)
-
-    def _advantages(self, rollout: TensorDict) -> None:
-        """The advantage stage, under its own lease: metadata first, then data, then the derived columns."""
-        staged = self.scheduler.lease_stage(JobState.NEEDS_ADVANTAGES, self.lease_deadline_s, tenant_id=self.tenant)
-        if staged is None:  # closed or quarantined meanwhile
+        if self.algorithm.proximal:  # the actor goes on, right before it trains the job
+            self.scheduler.mark(job.job_id, JobState.NEEDS_ACTOR_FORWARD)
             return
-        rollout = rollout.copy()
-        if self.algorithm.name != "grpo":
-            rollout["next", "state_value"] = self._next_values(rollout)
-        meta = self.queue.get_meta([EXECUTED], staged.sample_count, staged.partition_id, "advantages")
-        assert meta is not None
-        # With several ranks the loop normalises: over all of them.
-        advantages = compute_advantages(rollout, self.algorithm, normalize=self.share.count == 1)
-        self.queue.put(advantages.flatten(), metadata=meta)
-        self.queue.ack(meta)
-        self.scheduler.mark(staged.job_id, JobState.READY)
+        self.scheduler.mark(job.job_id, JobState.NEEDS_ADVANTAGES)
+        advantage_stage(
+            self.scheduler, self.queue, self.slot, self.lease_deadline_s, self.env.num_envs, self.share.count == 1
+        )
 
-    def _next_values(self, rollout: TensorDict) -> torch.Tensor:
-        """Critic of the state after each decision ``[N, L, 1]``: 0 where terminated, asked for where it was cut."""
+    def _bootstrap_values(self, rollout: TensorDict) -> torch.Tensor:
+        """The critic of the state after each decision where the rollout was cut there, else 0; ``[N, L, 1]``."""
         following = cast(TensorDict, rollout["next"])
         values = torch.zeros_like(rollout["state_value"])
-        values[:, :-1] = rollout["state_value"][:, 1:]
-        terminated, done = following["terminated"].squeeze(-1), following["done"].squeeze(-1)
-        cut = done & ~terminated
-        cut[:, -1] = ~terminated[:, -1]
-        values[terminated] = 0.0
-        if bool(cut.any()):
-            values[cut] = self.policy.value(following[cut])
-            count = int(cut.sum())
+        where = cut(following["done"], ended(following, self.algorithm)).squeeze(-1)
+        if bool(where.any()):
+            values[where] = self.policy.value(following[where])
+            count = int(where.sum())
             self.passes.add(observed=count, encoded=count)
         return values
 
@@ -199,8 +208,53 @@ class AbsentRolloutProducer(Producer):
             index += 1
 
 
+def ended(following: TensorDict, algorithm: AlgorithmConfig) -> torch.Tensor:
+    """After which decisions an episode is worth nothing more, bool ``[N, L, 1]``: its end, or the horizon as well."""
+    return following["terminated"] if algorithm.bootstrap_truncated else following["done"]
+
+
+def advantage_stage(
+    scheduler: Scheduler,
+    queue: TrainingQueue,
+    slot: TenantSlot,
+    lease_deadline_s: float,
+    num_envs: int,
+    normalize: bool = True,
+) -> None:
+    """Advantages of the tenant's next job that waits for them, under a lease: metadata, data, derived columns, READY.
+
+    Values are those that acted, or those of the actor-forward stage where there was one; the bootstrap at a cut is
+    always the former: the observation after a cut does not travel. Does nothing when no job waits (its tenant was
+    quarantined, the run is over). ``num_envs``: simulators of the rollout; ``normalize``: not with several ranks, where
+    the loop normalises over all of them.
+    """
+    algorithm = slot.spec.config.algorithm
+    assert algorithm is not None
+    job = scheduler.lease_stage(JobState.NEEDS_ADVANTAGES, lease_deadline_s, tenant_id=slot.name)
+    if job is None:
+        return
+    with_critic = algorithm.name != "grpo"
+    fields = ADVANTAGE_FIELDS + (CRITIC_FIELDS if with_critic else ())
+    if with_critic and algorithm.proximal:
+        fields += (PROXIMAL_VALUE,)
+    meta = queue.get_meta(fields, job.sample_count, job.partition_id, "advantages")
+    assert meta is not None, f"job {job.job_id} waits for advantages without its columns"
+    rollout = cast(TensorDict, queue.get_data(meta)).reshape(num_envs, -1)
+    following = rollout.select("reward", "done", "terminated", EXECUTED)
+    if with_critic:
+        values = rollout["state_value"] = rollout[PROXIMAL_VALUE if algorithm.proximal else "state_value"]
+        following["state_value"] = next_values(
+            values, following["done"], ended(following, algorithm), rollout["bootstrap"]
+        )
+    rollout["next"] = following
+    queue.put(compute_advantages(rollout, algorithm, normalize).flatten(), metadata=meta)
+    queue.ack(meta)
+    scheduler.mark(job.job_id, JobState.READY, lease_id=job.lease_id)
+
+
 def to_partition(rollout: TensorDict) -> TensorDict:
-    """The columns that training reads, ``[N, L]``: observation, instruction, action, mask, behaviour statistics."""
+    """The columns that training and the stages before it read, ``[N, L]``: observation, instruction, action, mask,
+    outcome, behaviour statistics."""
     following = cast(TensorDict, rollout["next"])
     return TensorDict(
         {
@@ -208,7 +262,8 @@ def to_partition(rollout: TensorDict) -> TensorDict:
             "language_instruction": rollout["language_instruction"],
             "vla_action": rollout["vla_action"],
             "state_value": rollout["state_value"],
-            EXECUTED: following[EXECUTED],
+            **{key: following[key] for key in (EXECUTED, "reward", "done", "terminated")},
+            "episode_seed": rollout["episode_seed"],
             "policy_version": rollout["policy_version"],
         },
         rollout.batch_size,

@@ -51,6 +51,9 @@ _LEASED_AS = {
 _RETURNS_TO = {leased: waiting for waiting, leased in _LEASED_AS.items()}
 _TERMINAL = (JobState.COMPLETED, JobState.FAILED, JobState.DROPPED)
 
+#: A tenant that is paced gets one more job in flight after so many completed ones in a row without a drop.
+RECOVERY_JOBS = 10
+
 #: Reason of jobs that were in flight when their process died: their tensors went with it.
 INTERRUPTED = "interrupted"
 
@@ -140,6 +143,11 @@ class _Registration:
     share_offset: float
     room: threading.Condition  # of the scheduler's lock; only the tenant's own producers wait on it
     leased_samples: int = 0
+    #: Fewer jobs in flight since jobs were dropped as stale; None: not paced.
+    window: int | None = None
+    in_time: int = 0  # jobs completed since the window changed
+    version: int | None = None  # newest one that the actor is known to have
+    versions_per_job: int = 1  # how far the last completed job moved it
     stopped: str = ""
     ended: Counter[JobState] = field(default_factory=Counter)
     jobs: dict[str, Job] = field(default_factory=dict)
@@ -150,11 +158,36 @@ class _Registration:
 
     @property
     def bound(self) -> int:
-        # n jobs ahead of a new one raise the actor's version by n before it is leased: with more than the staleness
-        # bound ahead it could only be dropped, so admission is paced instead.
+        """Most jobs in flight. Jobs ahead of a new one raise the actor's version before it is leased: with more of them
+        than the staleness bound allows it could only be dropped, so admission is paced instead."""
         if self.max_policy_staleness is None:
             return self.max_in_flight
-        return min(self.max_in_flight, self.max_policy_staleness + 1)
+        foreseen = min(self.max_in_flight, self.max_policy_staleness // self.versions_per_job + 1)
+        return foreseen if self.window is None else min(foreseen, self.window)
+
+    def too_old(self, behavior_policy_version: int | None) -> bool:
+        """A job that acted with this version would be stale by the time the jobs in flight are trained."""
+        if self.max_policy_staleness is None or self.version is None or behavior_policy_version is None:
+            return False
+        ahead = len(self.jobs) * self.versions_per_job
+        return self.version - behavior_policy_version + ahead > self.max_policy_staleness
+
+    def slow_down(self) -> None:
+        """Jobs were dropped as stale, which nobody foresaw (versions that came from elsewhere): half as many from now.
+
+        Additive increase, multiplicative decrease, as congestion control does it (Chiu and Jain 1989).
+        """
+        self.window, self.in_time = max(1, self.bound // 2), 0
+
+    def recover(self) -> None:
+        """A job was completed in time."""
+        if self.window is None:
+            return
+        self.in_time += 1
+        if self.in_time == RECOVERY_JOBS:
+            self.window, self.in_time = self.window + 1, 0
+        if self.window >= self.max_in_flight:
+            self.window, self.in_time = None, 0
 
     @property
     def wants_more(self) -> bool:
@@ -166,12 +199,15 @@ class _Registration:
             "ended": {state.value: count for state, count in self.ended.items()},
             "leased_samples": self.leased_samples,
             "share_offset": self.share_offset,
+            "window": self.window,
+            "in_time": self.in_time,
         }
 
     def restore(self, counters: dict[str, Any]) -> None:
         self.ended = Counter({JobState(key): count for key, count in counters["ended"].items()})
         self.leased_samples = counters["leased_samples"]
         self.share_offset = counters["share_offset"]
+        self.window, self.in_time = counters.get("window"), counters.get("in_time", 0)
 
 
 class Scheduler:
@@ -200,8 +236,11 @@ class Scheduler:
     until its deadline; the scheduler owns the waiting states. Ended jobs never change again.
 
     Bounds: a tenant has at most ``max_in_flight`` jobs that are not ended, and never more than
-    ``max_policy_staleness + 1``: a job with more of its own tenant's jobs ahead of it could only be dropped. With
-    ``target_jobs`` set, completed plus in flight jobs never exceed it.
+    ``max_policy_staleness // v + 1``, v the versions that its last job added: a job with more of its own tenant's jobs
+    ahead of it could only be dropped. For the same reason a job that acted with a version which the actor has left
+    behind is not admitted. With ``target_jobs`` set, completed plus in flight jobs never exceed it.
+    Pace: when jobs are dropped as stale all the same, the tenant's bound is halved (to 1 at least); each
+    ``RECOVERY_JOBS`` completed jobs without a drop raise it by one. See :meth:`bound` and :meth:`dropped`.
     Order: among READY jobs of the highest priority, the tenant with the least leased samples / weight goes first (ties
     by ``ready_seq``); inside a tenant always ``ready_seq``. A tenant that joins late starts at the least share of the
     others, so it does not crowd them out. An expired lease gives its samples back.
@@ -373,7 +412,8 @@ class Scheduler:
         schema_signature: str = "",
         metadata: dict[str, Any] | None = None,
     ) -> Job | None:
-        """A new RESERVED job, or None: at the in-flight bound, target covered, tenant stopped, or closed.
+        """A new RESERVED job, or None: at the in-flight bound, foreseeably stale (read the version anew), target
+        covered, tenant stopped, or closed.
 
         Args:
             tenant_id: a registered tenant.
@@ -387,7 +427,7 @@ class Scheduler:
             raise ValueError(f"tenant {tenant_id!r}: sample_count={sample_count}: must be at least 1")
         with self._changed:
             tenant = self._tenant(tenant_id)
-            if not self._has_room(tenant):
+            if not self._has_room(tenant) or tenant.too_old(behavior_policy_version):
                 return None
             seq = self._next("created")
             job_id = f"{self._run_token}-{seq:08d}"
@@ -490,7 +530,8 @@ class Scheduler:
 
         Args:
             actor_versions: tenant -> its policy version at the actor. Jobs of tenants not named here are left alone.
-            timeout_s: how long to wait for one; 0 does not wait.
+            timeout_s: how long to wait for one; 0 does not wait. The wait ends early when a job of these tenants needs
+                the actor forward: that is the caller's work, too.
             deadline_s: the lease returns by itself after so many seconds.
             where: leaves other jobs alone (it runs under the scheduler's lock: look, do not call back); None for all.
 
@@ -506,10 +547,14 @@ class Scheduler:
                     return None
                 self._return_expired(self._clock())
                 first, stale = self._next_ready(actor_versions, where)
+                for tenant_id in {job.tenant_id for job in stale}:
+                    self._tenants[tenant_id].slow_down()
                 dropped = [self._end(job, JobState.DROPPED, "policy_stale") for job in stale]
                 if not dropped and first is not None:
                     return self._lease(first, deadline_s)
                 if not dropped:
+                    if any(name in actor_versions for name in self._waiting[JobState.NEEDS_ACTOR_FORWARD]):
+                        return None
                     remaining_s = end_s - self._clock()
                     if timed_out or remaining_s <= 0:
                         return None
@@ -518,6 +563,8 @@ class Scheduler:
 
     def complete(self, job_id: str, *, lease_id: int | None = None, **metadata: Any) -> Job:
         """LEASED -> COMPLETED.
+
+        ``policy_version`` among the metadata is the actor's version after the job.
 
         Raises:
             IllegalTransition: the job is not LEASED (its lease may have expired: discard the work).
@@ -528,6 +575,13 @@ class Scheduler:
             if job.state != JobState.LEASED:
                 raise self._illegal(job, JobState.COMPLETED, "only a leased job can be completed")
             job.metadata.update(metadata)
+            tenant = self._tenants[job.tenant_id]
+            version = metadata.get("policy_version")
+            if version is not None:
+                if tenant.version is not None:
+                    tenant.versions_per_job = max(1, version - tenant.version)
+                tenant.version = version
+            tenant.recover()
             ended = self._end(job, JobState.COMPLETED, "")
         self._announce([ended])
         return ended
@@ -603,6 +657,16 @@ class Scheduler:
         """Jobs of a tenant that are not ended."""
         with self._changed:
             return len(self._tenant(tenant_id).jobs)
+
+    def bound(self, tenant_id: str) -> int:
+        """How many jobs of a tenant may be in flight now (see Bounds and Pace)."""
+        with self._changed:
+            return self._tenant(tenant_id).bound
+
+    def dropped(self, tenant_id: str) -> int:
+        """Dropped jobs of a tenant."""
+        with self._changed:
+            return self._tenant(tenant_id).ended[JobState.DROPPED]
 
     def completed(self, tenant_id: str) -> int:
         """Completed jobs of a tenant."""
@@ -711,6 +775,7 @@ class Scheduler:
             if version is None:
                 continue
             tenant, oldest = self._tenants[tenant_id], None
+            tenant.version = version
             bounded = tenant.max_policy_staleness is not None
             for job in jobs.values():
                 if where is not None and not where(job):

@@ -11,13 +11,14 @@ import json
 import math
 import os
 import platform
+import random
 import statistics
 import subprocess
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 import yaml
@@ -26,9 +27,10 @@ from matplotlib.figure import Figure
 from tensordict import TensorDict
 from torch import Tensor, nn
 
-from nexus_lightning.backbone import Backbone, VLAFeature
+from nexus_lightning.backbone import Backbone
 from nexus_lightning.checks import random_observation
 from nexus_lightning.config import ConfigError, DatasetConfig, SchemaConfig, TenantConfig
+from nexus_lightning.memory import keep_freed_memory
 from nexus_lightning.monitoring.banner import text_table
 from nexus_lightning.objectives import SFTObjective
 from nexus_lightning.schema import NormalizationStats, TenantSchema
@@ -79,6 +81,7 @@ def prepare(options: argparse.Namespace) -> torch.device:
     threads = options.threads or load_node("placement", "auto")["torch_threads"]
     if threads is not None:
         torch.set_num_threads(threads)
+    keep_freed_memory()  # as a run does
     # Convolutions round to TF32 by default: fp32 is to mean float32.
     torch.backends.cudnn.allow_tf32 = options.dtype != "fp32"
     return device
@@ -205,13 +208,6 @@ def seed_cuda(slot: TenantSlot) -> None:
         torch.cuda.manual_seed(derive_seed(slot.spec.seed, slot.optimizer_steps))
 
 
-def full_precision(batch: TensorDict) -> TensorDict:
-    """The minibatch with its features in float32, as the loop hands it to the objective."""
-    batch = batch.copy()
-    batch["features"] = cast(VLAFeature, batch["features"]).for_head()
-    return batch
-
-
 def update(slot: TenantSlot, loss: Tensor) -> None:
     """What the loop does with a tenant's loss: check, backward, clip, optimizer and schedule."""
     if not bool(torch.isfinite(loss.detach())):
@@ -271,7 +267,10 @@ def synchronize(device: torch.device) -> None:
 def interleave(
     functions: Mapping[str, Callable[[], Any]], device: torch.device, seconds: float, min_rounds: int = 3
 ) -> dict[str, list[float]]:
-    """Time the functions in turn, round after round (A B C, B C A, ...), after one untimed round.
+    """Time the functions in turn, every round in a new order, after one untimed round.
+
+    The order is drawn anew (and the same for every run): in a fixed one, one function would always find the caches as
+    another left them.
 
     Args:
         functions: by name.
@@ -285,15 +284,15 @@ def interleave(
     for function in functions.values():
         function()
     times: dict[str, list[float]] = {name: [] for name in functions}
-    order, stop_s = list(functions), time.perf_counter() + seconds
+    order, stop_s, shuffle = list(functions), time.perf_counter() + seconds, random.Random(0).shuffle
     while len(times[order[0]]) < min_rounds or time.perf_counter() < stop_s:
+        shuffle(order)
         for name in order:
             synchronize(device)
             start_s = time.perf_counter()
             functions[name]()
             synchronize(device)
             times[name].append(time.perf_counter() - start_s)
-        order = [*order[1:], order[0]]
     return times
 
 

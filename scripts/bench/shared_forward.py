@@ -45,12 +45,12 @@ def main(arguments: list[str] | None = None) -> int:
     cells = [(tenants, batch) for tenants in options.tenants for batch in options.batches]
     backbones = {name: load_backbone(name, device, options.dtype) for name in options.backbone}
     todo = [(name, kind) for name, backbone in backbones.items() for kind in _kinds(backbone, options)]
-    results = []
+    results, rounds = [], 3 if options.quick else 9
     with tqdm(total=len(todo) * len(cells), desc="shared forward", leave=False) as bar:
         for name, kind in todo:
             for tenants, batch in cells:
                 seconds = options.seconds / (len(todo) * len(cells))
-                times = measure(backbones[name], kind, tenants, batch, options.image_size, seconds)
+                times = measure(backbones[name], kind, tenants, batch, options.image_size, seconds, rounds)
                 results.append({"backbone": name, "kind": kind, "tenants": tenants, "batch": batch, **_compared(times)})
                 bar.update()
     _print(results, backbones)
@@ -66,7 +66,11 @@ def _options(arguments: list[str] | None) -> argparse.Namespace:
     out.add_argument("--tenants", nargs="+", type=int, help="(default: 2 4 6 8; quick: 2 8)")
     out.add_argument("--batches", nargs="+", type=int, help="rows per tenant (default: 1 2 4 8; quick: 1 4)")
     out.add_argument("--image-size", type=int, default=128, help="(default: 128)")
-    out.add_argument("--seconds", type=float, help="of timing in all, at least 3 rounds each (default: 140; quick: 40)")
+    out.add_argument(
+        "--seconds",
+        type=float,
+        help="of timing in all, at least 9 rounds (quick: 3) of every cell (default: 140; quick: 40)",
+    )
     options = out.parse_args(arguments)
     options.tenants = options.tenants or ([2, 8] if options.quick else [2, 4, 6, 8])
     options.batches = options.batches or ([1, 4] if options.quick else [1, 2, 4, 8])
@@ -82,7 +86,7 @@ def _kinds(backbone: Backbone, options: argparse.Namespace) -> list[str]:
 
 
 def measure(
-    backbone: Backbone, kind: str, tenants: int, batch: int, image_size: int, seconds: float
+    backbone: Backbone, kind: str, tenants: int, batch: int, image_size: int, seconds: float, min_rounds: int = 3
 ) -> dict[str, list[float]]:
     """Seconds of ``serial``, ``grouped`` and ``limit``, round by round."""
     schema = TenantSchema(
@@ -108,7 +112,7 @@ def measure(
     def limit() -> None:
         backbone(merged, texts, schema, (kind,))
 
-    return interleave({"serial": serial, "grouped": grouped, "limit": limit}, device, seconds)
+    return interleave({"serial": serial, "grouped": grouped, "limit": limit}, device, seconds, min_rounds)
 
 
 def _compared(times: dict[str, list[float]]) -> dict[str, Spread]:

@@ -5,7 +5,7 @@ clipping, its own fused AdamW. Timed are jobs of several such steps, as the trai
 
     serial    one backbone call per tenant
     grouped   one pass for all tenants (nexus_lightning.features.grouping)
-    reuse     no backbone: the job carries float16 features from the feature store; widened to float32
+    reuse     no backbone: the job carries float16 features from the feature store, widened to float32
     head-only features ready in float32: what no way of getting them can beat (the limit)
 
 Reading a job from the store is the producers' part, as decoding images is with the other ways; its share per step is
@@ -34,6 +34,7 @@ from tqdm import tqdm
 
 from nexus_lightning.backbone import Backbone, VLAFeature, sharing_key
 from nexus_lightning.features.grouping import EncodeRequest, EncodeStats, encode_together
+from nexus_lightning.features.reuse import full_precision
 from nexus_lightning.features.store import FeatureEntry, FeatureStore, StoreKey
 from nexus_lightning.monitoring.banner import text_table
 from nexus_lightning.producers.demonstrations import string_column
@@ -42,7 +43,6 @@ from scripts.bench.common import (
     Spread,
     Stopwatch,
     build_tenant,
-    full_precision,
     instructions,
     interleave,
     load_backbone,
