@@ -258,7 +258,7 @@ class MultiTenantModule(L.LightningModule):
             update.history.append({})
             return None
         given = (full_precision(batch), slot.jobs_completed)
-        losses = objective.loss(*given) if shares is None else objective.loss(*given, shares)
+        losses = objective.loss(*given) if shares is None else self._ranked(update).loss(*given, shares)
         loss = losses["loss"]
         if not bool(torch.isfinite(loss.detach()).all()):
             where = f"tenant {slot.name!r}, optimizer step {slot.optimizer_steps}"
@@ -305,9 +305,14 @@ class MultiTenantModule(L.LightningModule):
             if not update.failed:
                 self._guarded(update, self._cut, [by_rank[update.slot.name] for by_rank in parts])
 
+    def _ranked(self, update: _Update) -> SFTObjective | PolicyGradientObjective | AWRObjective:
+        objective = self.objectives[update.slot.name]
+        assert not isinstance(objective, (CoTrainingObjective, IQLObjective)), "refused with the configuration"
+        return objective
+
     def _part(self, update: _Update) -> _Part:
         """This rank's answer to the others' question about one job."""
-        objective, data = self.objectives[update.slot.name], update.data
+        objective, data = self._ranked(update), update.data
 
         def look(update: _Update) -> _Part:
             assert self.runtime is not None
@@ -328,7 +333,7 @@ class MultiTenantModule(L.LightningModule):
         return _Part(update.failure) if part is None else part
 
     def _cut(self, update: _Update, parts: list[_Part]) -> None:
-        objective, rank, data = self.objectives[update.slot.name], self._ranks.rank, update.data
+        objective, rank, data = self._ranked(update), self._ranks.rank, update.data
         assert self.runtime is not None
         weights = [part.weights for part in parts]
         moments = [part.advantages for part in parts if part.advantages is not None]

@@ -48,7 +48,7 @@ from nexus_lightning.monitoring.progress import NexusProgressBar
 from nexus_lightning.monitoring.report import summary_table, write_report, write_summary
 from nexus_lightning.placement.control import Ranks
 from nexus_lightning.placement.plan import Plan, resolve
-from nexus_lightning.placement.sharding import sharding_problems
+from nexus_lightning.placement.sharding import rank_problems, sharding_problems
 from nexus_lightning.placement.strategies import TenantFSDP2, make_strategy
 from nexus_lightning.producers.demonstrations import dataset_stats, open_dataset
 from nexus_lightning.runtime import Runtime
@@ -200,7 +200,7 @@ def train(
         print(estimate_table(figures, free_bytes(torch.device("cpu"))), flush=True)
         return {"estimate": figures, "tenants": {}}
     plan = resolve(config)
-    if problems := sharding_problems(config, plan):
+    if problems := [*rank_problems(config, plan), *sharding_problems(config, plan)]:
         raise ConfigError(problems)
     if ranks is not None:
         return _train(config, backbone, link_latest, plan, ranks)

@@ -66,6 +66,24 @@ def sharding_problems(config: NexusConfig, plan: Plan) -> list[str]:
     return problems
 
 
+def rank_problems(config: NexusConfig, plan: Plan) -> list[str]:
+    """What several ranks cannot do together yet."""
+    if plan.world_size == 1:
+        return []
+    problems = []
+    for name, tenant in config.tenants.items():
+        algorithm, several = tenant.algorithm, f"is not built for several ranks (there are {plan.world_size})"
+        if algorithm is not None and algorithm.name == "iql":
+            problems.append(f"tenants.{name}.algorithm.name=iql: {several}; use awr, or one rank")
+        if algorithm is not None and algorithm.sft_weight is not None:
+            problems.append(f"tenants.{name}.algorithm.sft_weight={algorithm.sft_weight}: {several}; set it to null")
+        if algorithm is not None and algorithm.proximal:
+            problems.append(f"tenants.{name}.algorithm.proximal=true: {several}; set it to false")
+        if tenant.environment is not None and len(tenant.environment.tasks) > 1:
+            problems.append(f"tenants.{name}.environment.tasks={tenant.environment.tasks}: {several}; name one")
+    return problems
+
+
 def shard_backbone(
     backbone: Backbone, units: Sequence[nn.Module], mesh: DeviceMesh, placement: BackbonePlacement
 ) -> None:
