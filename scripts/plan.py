@@ -5,7 +5,7 @@
     python scripts/plan.py placement=split gpus_per_node=2 ranks_per_node=1 '+tenants=[toy]' json=plan.json png=plan.png
 
 Keys of its own: num_nodes, gpus_per_node (0: CPU ranks), ranks_per_node (null: one per GPU, or one), gpu_memory_gb,
-host_memory_gb (of one machine; null: not checked with GPUs, as this machine's without), json and png (paths). Everything
+host_memory_gb (of one machine; null: not checked with GPUs, as here without), json and png (paths). Everything
 else is as for train.py. Exits with 2 when the placement is impossible.
 """
 
