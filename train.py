@@ -1,6 +1,7 @@
 """Compose the configuration, run it: ``python train.py '+tenants=[libero,maniskill]'``."""
 
 import logging
+import os
 import sys
 import warnings
 from pathlib import Path
@@ -14,28 +15,33 @@ register_configs()
 
 
 @hydra.main(version_base="1.3", config_path="conf", config_name="config")
-def main(cfg: DictConfig) -> None:
+def main(cfg: DictConfig) -> float | None:
+    """Returns the tenants' mean success rate, which a Hydra sweeper may maximise."""
     try:
         logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
         # advice to the developers of the libraries
         warnings.filterwarnings("ignore", module=r"(lightning|torchrl|torch|tensordict)\.")
         config = to_config(cfg, head_dir=Path(__file__).parent / "conf" / "head")
+        from torch.distributed.elastic.multiprocessing.errors import record
+
         from nexus_lightning.trainer import train  # lightning and torchrl take seconds: bad keys fail before that
 
         logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
 
-        summary = train(config)
+        summary = record(train)(config) if "TORCHELASTIC_RUN_ID" in os.environ else train(config)
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         raise SystemExit(2) from None
-    if config.trainer.dry_run:
-        return
+    if config.trainer.dry_run or os.environ.get("RANK", "0") != "0":
+        return None  # rank 0 speaks for all
     failed = {name: t["quarantined"] for name, t in summary["tenants"].items() if t["quarantined"]}
     for name, reason in failed.items():
         print(f"tenant {name} was quarantined: {reason}", file=sys.stderr)
     print(summary["run_dir"], flush=True)
     if failed:
         raise SystemExit(1)
+    rates = [t["eval"]["success_rate"] for t in summary["tenants"].values() if t["eval"] is not None]
+    return sum(rates) / len(rates) if rates else None
 
 
 if __name__ == "__main__":

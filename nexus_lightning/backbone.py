@@ -12,6 +12,7 @@ from typing import Any, ClassVar, cast
 import torch
 from tensordict import TensorClass, TensorDict
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from nexus_lightning.schema import TenantSchema
 
@@ -213,10 +214,12 @@ class Backbone(nn.Module):
     _fingerprint: tuple[Any, str] | None = None
 
     def compute_fingerprint(self) -> str:
-        """sha256 over config, dtypes, parameter names and bytes."""
+        """sha256 over config, dtypes, parameter names and bytes. Of a sharded backbone: a collective."""
         digest = hashlib.sha256(json.dumps(self.config, sort_keys=True).encode())
         for name, value in sorted(self.state_dict().items()):
             digest.update(f"{name}:{value.dtype}:{tuple(value.shape)}".encode())
+            if isinstance(value, DTensor):
+                value = cast(DTensor, value.to(value.device_mesh.device_type)).full_tensor()
             digest.update(value.detach().cpu().reshape(-1).contiguous().view(torch.uint8).numpy().tobytes())
         return digest.hexdigest()
 

@@ -279,7 +279,9 @@ class PlacementConfig:
     backbone: BackbonePlacement = field(default_factory=BackbonePlacement)
     heads: HeadsPlacement = field(default_factory=HeadsPlacement)
     inference: InferencePlacement = field(default_factory=InferencePlacement)
-    environments: dict[str, list[int]] = field(default_factory=dict)  # tenant -> ranks of its simulators; else all
+    environments: dict[str, list[int]] = field(
+        default_factory=dict
+    )  # tenant -> ranks of its simulators; else as many as fit
     max_simulators_per_rank: int | None = None  # more are refused
 
 

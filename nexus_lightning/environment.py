@@ -101,7 +101,7 @@ class SimulatorEnv(EnvBase):
     last one of that episode. Resets are partial (``_reset`` mask), as TorchRL's collectors and ``rollout`` do them. An
     env that is done and not yet reset ignores steps: reward 0, nothing executed, still done.
 
-    Seeds: env i starts its k-th episode with a seed derived from ``(seed, i // group_size, k)``;
+    Seeds: env i starts its k-th episode with a seed derived from ``(seed, (first_env + i) // group_size, k)``;
     :attr:`episodes_started` holds the k's. :meth:`set_episodes` fixes the episodes to run instead; an env that finds
     none left is *exhausted*: its reset gives its last observation back, its steps do nothing and are done.
 
@@ -131,6 +131,7 @@ class SimulatorEnv(EnvBase):
         tenant: name for messages.
         inline: run the simulators in this process, one after the other (for light ones).
         group_size: neighbouring envs that start their k-th episodes alike (GRPO compares them).
+        first_env: number of env 0 among the tenant's simulators on all ranks.
         tasks: values of the simulator's ``task_key``; empty: the one task that ``simulator`` describes.
         batched: one process for all rows.
         max_resets: of a process, None for no limit.
@@ -156,6 +157,7 @@ class SimulatorEnv(EnvBase):
         tenant: str = "",
         inline: bool = False,
         group_size: int = 1,
+        first_env: int = 0,
         tasks: Sequence[Any] = (),
         batched: bool = False,
         max_resets: int | None = None,
@@ -184,7 +186,7 @@ class SimulatorEnv(EnvBase):
         self.record: Collection[tuple[int, int]] = ()
         self.start_timeout_s = start_timeout_s
         self.step_timeout_s = step_timeout_s
-        self.group_size = group_size
+        self.group_size, self.first_env = group_size, first_env
         self._kind = InlineSimulator if inline else SimulatorProcess
         self._host: type = SimulatorHost
         self._rows_per_worker = 1
@@ -312,7 +314,7 @@ class SimulatorEnv(EnvBase):
             return self._fixed.pop(order.index(min(order)))
         k = self._episodes_started[i]
         self._episodes_started[i] += 1
-        group, groups = i // self.group_size, -(-self.num_envs // self.group_size)
+        group, groups = (self.first_env + i) // self.group_size, -(-self.num_envs // self.group_size)
         seed = int(np.random.SeedSequence((self._seed, group, k)).generate_state(1)[0] & 0x7FFFFFFF)
         return (k * groups + group) % len(self.simulators), seed
 

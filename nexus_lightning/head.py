@@ -113,6 +113,15 @@ class ActionHead(nn.Module):
         """
         raise NotImplementedError
 
+    def loss_elements(self, actions: Tensor, is_pad: Tensor) -> Tensor:
+        """What the mean in :meth:`loss` is taken over: how many elements of each row count, ``[B]``.
+
+        Several ranks weigh their parts of a batch by it. The default suits a mean over the valid steps' elements;
+        override it for any other mean.
+        """
+        del actions
+        return (~is_pad).sum(-1)
+
     def act(self, features: VLAFeature, state: Tensor, noise: Tensor | None = None) -> TensorDict:
         """One chunk per sample.
 

@@ -28,11 +28,11 @@ IDLE_TICK_S = 0.2
 
 @dataclass
 class Lease:
-    """One leased job and its partition."""
+    """One leased job and its partition; with several ranks this rank's part of it, None when it has none."""
 
     job: Job
-    meta: BatchMeta
-    data: TensorDict
+    meta: BatchMeta | None
+    data: TensorDict | None
 
 
 @dataclass
@@ -45,16 +45,19 @@ class LeaseGroup:
     leases: list[Lease]
 
     def to(self, device: torch.device, **kwargs: Any) -> LeaseGroup:
-        return LeaseGroup([Lease(lease.job, lease.meta, lease.data.to(device, **kwargs)) for lease in self.leases])
+        return LeaseGroup(
+            [
+                Lease(lease.job, lease.meta, None if lease.data is None else lease.data.to(device, **kwargs))
+                for lease in self.leases
+            ]
+        )
 
 
 class LeaseStream:
     """The next leased job, for ever: ``__iter__`` is called every round and returns the same live stream.
 
-    A job that brings observations instead of features (metadata ``encode``) takes ready jobs of other tenants along
-    that the same backbone passes can serve: one job per tenant, so no tenant's own order changes.
-
-    Ends (StopIteration) when the runtime says so: targets met, ``max_jobs``, ``max_time``, a stop signal.
+    Ends (StopIteration) when the runtime says so: targets met, ``max_jobs``, ``max_time``, a stop signal. With several
+    ranks all get the same jobs, each with its own part of the rows.
     """
 
     def __init__(self, runtime: Runtime) -> None:
@@ -66,32 +69,17 @@ class LeaseStream:
     def __next__(self) -> LeaseGroup:
         runtime = self.runtime
         while not runtime.finished():
-            runtime.prepare_jobs()
-            job = runtime.scheduler.lease_next(
-                runtime.actor_versions(), timeout_s=IDLE_TICK_S, deadline_s=runtime.lease_deadline_s
-            )
-            runtime.tick()
-            lease = None if job is None else runtime.read(job)
-            if lease is not None:
-                return LeaseGroup([lease, *self._mates(lease.job)])
+            if runtime.control is not None:
+                jobs = runtime.control.next_jobs()
+            else:
+                runtime.prepare_jobs()
+                jobs = runtime.lease_group(timeout_s=IDLE_TICK_S)
+                runtime.tick()
+            leases = [lease for job in jobs if (lease := runtime.read(job)) is not None]
+            assert runtime.control is None or len(leases) == len(jobs), "what is ready on all ranks is there on all"
+            if leases:
+                return LeaseGroup(leases)
         raise StopIteration
-
-    def _mates(self, first: Job) -> list[Lease]:
-        runtime, key, taken, mates = self.runtime, first.metadata.get("encode"), {first.tenant_id}, []
-        while key is not None and len(taken) < runtime.jobs_left():
-            job = runtime.scheduler.lease_next(
-                runtime.actor_versions(),
-                timeout_s=0.0,
-                deadline_s=runtime.lease_deadline_s,
-                where=lambda job: job.metadata.get("encode") == key and job.tenant_id not in taken,
-            )
-            if job is None:
-                break
-            taken.add(job.tenant_id)
-            lease = runtime.read(job)
-            if lease is not None:
-                mates.append(lease)
-        return mates
 
 
 class MultiTenantFitLoop(_FitLoop):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -13,11 +14,12 @@ import torch
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from tensordict import TensorDict
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 
-from nexus_lightning.backbone import Backbone
+from nexus_lightning.backbone import Backbone, VLAFeature
 from nexus_lightning.checkpoint import read_payload
-from nexus_lightning.features.grouping import EncodeRequest, EncodeStats, encode_together
-from nexus_lightning.features.reuse import full_precision
+from nexus_lightning.features.grouping import EncodeRequest, EncodeStats, cut_passes, encode_together, kinds_of
+from nexus_lightning.features.reuse import PROBE_INSTRUCTION, blank_observation, full_precision
 from nexus_lightning.objectives import (
     AWRObjective,
     CoTrainingObjective,
@@ -26,8 +28,10 @@ from nexus_lightning.objectives import (
     PolicyGradientObjective,
     SFTObjective,
 )
+from nexus_lightning.placement.control import Failure, Ranks, agreed_failures
+from nexus_lightning.placement.shares import Minibatch, Moments, RowWeights, cut_in_order, cut_permutation, rows_of
 from nexus_lightning.schema import TenantSchema
-from nexus_lightning.tenant import TenantSlot
+from nexus_lightning.tenant import TenantSlot, derive_seed
 
 if TYPE_CHECKING:
     from nexus_lightning.loop import Lease, LeaseGroup
@@ -39,20 +43,43 @@ class NonFiniteLoss(ArithmeticError):
 
 
 @dataclass
+class _Part:
+    """What a rank tells the others about its part of a job before they train it."""
+
+    failure: Failure | None = None
+    weights: RowWeights = field(default_factory=dict)
+    advantages: Moments | None = None  # of rl algorithms that normalise them
+    num_rows: int = 0
+    rollout: dict[str, float] | None = None
+
+
+@dataclass
 class _Update:
-    """One tenant's job on its way through :meth:`MultiTenantModule.training_step`."""
+    """One tenant's job on its way through :meth:`MultiTenantModule.training_step`.
+
+    Attributes:
+        data: the rows that are trained.
+        batches: of this rank; None: it has no row of a minibatch that others have rows of.
+        shares: of each batch, with several ranks.
+        history: what the loss gave in each optimizer step.
+        failure: what went wrong here. With several ranks the update goes on in the collectives until the others know.
+        failed: it is out, on every rank.
+    """
 
     slot: TenantSlot
     lease: Lease
-    batches: Iterator[TensorDict] = field(default_factory=lambda: iter(()))
+    data: TensorDict | None = None
+    batches: Iterator[TensorDict | None] = field(default_factory=lambda: iter(()))
+    shares: Iterator[dict[str, float]] | None = None
     history: list[dict[str, Tensor]] = field(default_factory=list)
+    failure: Failure | None = None
     failed: bool = False
 
     def metrics(self) -> dict[str, float]:
         """Means over the job's optimizer steps; a job of which no row counts (grpo) has none."""
         keys = self.history[0] if self.history else {}
         means = {k: float(torch.stack([step[k].float() for step in self.history]).mean()) for k in keys}
-        if "counts" in self.lease.data.keys():
+        if self.lease.data is not None and "counts" in self.lease.data.keys():
             means["counted_share"] = float(self.lease.data["counts"].float().mean())
         assert self.slot.optimizer is not None
         return {"loss": 0.0, **means, "lr": self.slot.optimizer.param_groups[0]["lr"]}
@@ -78,38 +105,62 @@ class MultiTenantModule(L.LightningModule):
         self.heads = nn.ModuleDict({name: slot.head for name, slot in slots.items()})
         self.normalizers = nn.ModuleDict({name: slot.normalizer for name, slot in slots.items()})
         self.critics = nn.ModuleDict({name: slot.critic for name, slot in slots.items() if slot.critic is not None})
-        self.objectives = {
-            name: build_objective(slot, partial(self._draw_demonstrations, slot)) for name, slot in slots.items()
-        }
+        self.build_objectives()
         self.runtime: Runtime | None = None  # set by the trainer
+        self.shard: Callable[[MultiTenantModule], None] | None = None  # set by the trainer: the strategy's
+        self.sharded_backbone = False
         self.encode_stats = EncodeStats()  # what the actor encoded (the reader and the server count their own)
         self._restored: dict[str, Any] | None = None
+
+    def build_objectives(self) -> None:
+        """What every tenant minimises; again when its head has been replaced by a sharded one."""
+        self.objectives = {
+            name: build_objective(slot, partial(self._draw_demonstrations, slot)) for name, slot in self.slots.items()
+        }
 
     # ------------------------------------------------------------------------------------------------- training
 
     def training_step(self, group: LeaseGroup, batch_idx: int) -> None:
-        """leases -> features -> loss -> backward -> each tenant's step -> publish -> log -> complete."""
+        """leases -> features -> loss -> backward -> each tenant's step -> publish -> log -> complete.
+
+        With several ranks (lines marked *) every rank does the same for its part of each job's rows.
+        """
         del batch_idx
         assert self.runtime is not None
         start_s = self.runtime.events.now()
         updates = [_Update(self.slots[lease.job.tenant_id], lease) for lease in group.leases]
         for update in updates:
             self._guarded(update, self._prepare)
+        self._encode_whole_jobs(updates)  # *
+        self._cut_between_ranks(updates)  # *
         while batches := self._next_batches(updates):
             self._encode_batches(batches)
             for update, batch in batches:
-                self._guarded(update, self._step, batch)
-        done = [update for update in updates if not update.failed]
-        for update in done:
+                if update.slot.replica is None:
+                    self._guarded(update, self._backward, batch)
+                else:
+                    self._backward_in_step(update, batch)  # *
+            self._sum_gradients([update for update, _ in batches])  # *
+            for update, _ in batches:
+                self._guarded(update, self._step)
+        for update in updates:
+            if update.slot.replica is not None and not self._failed_somewhere(update):  # *
+                update.slot.refresh_replica()
             self._guarded(update, self._finish)
+        metrics = self._sum_metrics(updates)  # *
+        done = [update for update in updates if not update.failed]
         rows = {update.slot.name: update.lease.job.sample_count for update in done}
         kind = group.leases[0].job.task_type
         if rows:
             self.runtime.events.span("actor", rows, start_s, self.runtime.events.now(), kind=kind)
         for update in done:
-            if not update.failed:
-                padding = {"padding_share": self.encode_stats.padding_share} if self.encode_stats.calls else {}
-                self.runtime.complete(update.slot, update.lease, update.metrics() | padding)
+            padding = {"padding_share": self.encode_stats.padding_share} if self.encode_stats.calls else {}
+            self.runtime.complete(update.slot, update.lease, metrics[update.slot.name] | padding)
+
+    @property
+    def _ranks(self) -> Ranks:
+        assert self.runtime is not None
+        return self.runtime.ranks
 
     def actor_forward(self, slot: TenantSlot, data: TensorDict) -> TensorDict:
         """How the policy that is about to train sees a rollout: its derived columns, see the objective's method.
@@ -128,64 +179,100 @@ class MultiTenantModule(L.LightningModule):
 
     def _guarded(self, update: _Update, action: Callable[..., Any], *args: Any) -> Any:
         """Run one tenant's part; what it raises takes that tenant out of the run and nobody else."""
-        if update.failed:
+        if update.failed or update.failure is not None:
             return None
         try:
             return action(update, *args)
         except Exception as error:
-            assert self.runtime is not None
-            update.failed = True
-            self.runtime.quarantine(update.slot.name, f"{type(error).__name__}: {error}", traceback.format_exc())
+            update.failure = Failure(f"{type(error).__name__}: {error}", traceback.format_exc())
+            if self._ranks.size == 1:
+                self._take_out(update, update.failure)
             return None
+
+    def _take_out(self, update: _Update, failure: Failure) -> None:
+        assert self.runtime is not None
+        update.failed = True
+        self.runtime.take_out(update.slot.name, failure.reason, failure.details)
 
     def _prepare(self, update: _Update) -> None:
         objective, data = self.objectives[update.slot.name], update.lease.data
-        if objective.encode_whole_job and "features" not in data.keys():
-            data = self._with_features([(update.slot, data)])[0]
         update.slot.head.train()
-        update.batches = iter(objective.minibatches(data))
+        if data is None:
+            return
+        if objective.encode_whole_job and "features" not in data.keys() and not self.sharded_backbone:
+            data = self._with_features([(update.slot, data)])[0]
+        update.data = data
+        if self._ranks.size == 1:
+            update.batches = iter(objective.minibatches(data))
 
-    def _next_batches(self, updates: list[_Update]) -> list[tuple[_Update, TensorDict]]:
+    def _next_batches(self, updates: list[_Update]) -> list[tuple[_Update, TensorDict | None]]:
         """The next minibatch of every tenant that still has one (drawn inside its random stream)."""
+        over = object()
 
-        def advance(update: _Update) -> TensorDict | None:
+        def advance(update: _Update) -> Any:
             with update.slot.rng.scope():
-                return next(update.batches, None)
+                return next(update.batches, over)
 
-        drawn = [(update, self._guarded(update, advance)) for update in updates]
-        return [(update, batch) for update, batch in drawn if batch is not None]
+        drawn = [(update, self._guarded(update, advance)) for update in updates if not update.failed]
+        return [(update, batch) for update, batch in drawn if batch is not over and not update.failed]
 
-    def _encode_batches(self, batches: list[tuple[_Update, TensorDict]]) -> None:
+    def _encode_batches(self, batches: list[tuple[_Update, TensorDict | None]]) -> None:
         """Minibatches that bring observations get their features, all tenants' together (in place in ``batches``)."""
-        raw = [i for i, (_, batch) in enumerate(batches) if "features" not in batch.keys()]
+        raw = [(i, u, b) for i, (u, b) in enumerate(batches) if b is not None and "features" not in b.keys()]
+        if self.sharded_backbone:
+            found = self._encode_in_step([(u, b) for _, u, b in raw], [update for update, _ in batches])
+            for (i, update, batch), features in zip(raw, found, strict=True):
+                batches[i] = (update, batch if features is None else features)
+            return
         if not raw:
             return
         try:
-            encoded = self._with_features([(batches[i][0].slot, batches[i][1]) for i in raw])
+            encoded = self._with_features([(update.slot, batch) for _, update, batch in raw])
         except Exception:  # one tenant's rows are bad: find out whose
-            for i in raw:
-                update, batch = batches[i]
+            for i, update, batch in raw:
                 alone = self._guarded(update, lambda u, b: self._with_features([(u.slot, b)])[0], batch)
                 batches[i] = (update, batch if alone is None else alone)
             return
-        for i, batch in zip(raw, encoded, strict=True):
-            batches[i] = (batches[i][0], batch)
+        for (i, update, _), batch in zip(raw, encoded, strict=True):
+            batches[i] = (update, batch)
 
-    def _step(self, update: _Update, batch: TensorDict) -> None:
+    def _backward(self, update: _Update, batch: TensorDict | None) -> None:
+        """Loss and gradients of one tenant's minibatch; none of them when it is empty here."""
+        with self._scope(update):
+            loss = self._loss(update, batch)
+            if loss is not None:
+                self.manual_backward(loss)
+
+    def _scope(self, update: _Update) -> contextlib.AbstractContextManager[None]:
+        """The tenant's random stream; with several ranks one of this rank and step, because the rows are its own."""
+        slot = update.slot
+        if update.shares is None:
+            return slot.rng.scope()
+        return slot.rng.scope(derive_seed(slot.spec.seed, "loss", self._ranks.rank, slot.optimizer_steps))
+
+    def _loss(self, update: _Update, batch: TensorDict | None) -> Tensor | None:
+        slot, objective = update.slot, self.objectives[update.slot.name]
+        shares = None if update.shares is None else next(update.shares)
+        self._lightning_optimizer(slot).zero_grad()
+        if batch is None:
+            update.history.append({})
+            return None
+        given = (full_precision(batch), slot.jobs_completed)
+        losses = objective.loss(*given) if shares is None else self._ranked(update).loss(*given, shares)
+        loss = losses["loss"]
+        if not bool(torch.isfinite(loss.detach()).all()):
+            where = f"tenant {slot.name!r}, optimizer step {slot.optimizer_steps}"
+            raise NonFiniteLoss(f"{where}: loss is {float(loss.detach())}")
+        update.history.append({k: v.detach() for k, v in losses.items()})
+        return loss
+
+    def _step(self, update: _Update) -> None:
         """One optimizer step of one tenant."""
         slot = update.slot
         optimizer = self._lightning_optimizer(slot)
-        with slot.rng.scope():
-            losses = self.objectives[slot.name].loss(full_precision(batch), slot.jobs_completed)
-            loss = losses["loss"]
-            if not bool(torch.isfinite(loss.detach()).all()):
-                where = f"tenant {slot.name!r}, optimizer step {slot.optimizer_steps}"
-                raise NonFiniteLoss(f"{where}: loss is {float(loss.detach())}")
-            optimizer.zero_grad()
-            self.manual_backward(loss)
-            if slot.grad_clip_norm is not None:
-                self.clip_gradients(optimizer.optimizer, slot.grad_clip_norm, "norm")
-            optimizer.step()
+        if slot.grad_clip_norm is not None:
+            self.clip_gradients(optimizer.optimizer, slot.grad_clip_norm, "norm")
+        optimizer.step()
         assert slot.scheduler is not None
         slot.scheduler.step()
         if slot.ema is not None:
@@ -193,7 +280,6 @@ class MultiTenantModule(L.LightningModule):
         if slot.critic is not None:
             slot.critic.update_slow()
         slot.optimizer_steps += 1
-        update.history.append({k: v.detach() for k, v in losses.items()})
 
     def _finish(self, update: _Update) -> None:
         slot = update.slot
@@ -204,18 +290,232 @@ class MultiTenantModule(L.LightningModule):
         slot.optimizer.zero_grad()  # an idle tenant keeps no gradients
         self.runtime.publish(slot)
 
-    def _with_features(self, parts: list[tuple[TenantSlot, TensorDict]]) -> list[TensorDict]:
-        """Rows with ``observation`` and ``language_instruction`` -> rows with ``features`` and ``state``."""
-        requests = [
+    # -------------------------------------------------------------------------------------------- several ranks
+
+    def _cut_between_ranks(self, updates: list[_Update]) -> None:
+        """Ranks tell each other about their rows; then each knows its part of every minibatch and what it weighs."""
+        ranks, runtime = self._ranks, self.runtime
+        assert runtime is not None
+        if ranks.size == 1:
+            return
+        mine = {update.slot.name: self._part(update) for update in updates}
+        parts = ranks.gather(mine)
+        self._agree(updates, [{n: p.failure for n, p in by.items() if p.failure is not None} for by in parts])
+        for update in updates:
+            if not update.failed:
+                self._guarded(update, self._cut, [by_rank[update.slot.name] for by_rank in parts])
+
+    def _ranked(self, update: _Update) -> SFTObjective | PolicyGradientObjective | AWRObjective:
+        objective = self.objectives[update.slot.name]
+        assert not isinstance(objective, (CoTrainingObjective, IQLObjective)), "refused with the configuration"
+        return objective
+
+    def _part(self, update: _Update) -> _Part:
+        """This rank's answer to the others' question about one job."""
+        objective, data = self._ranked(update), update.data
+
+        def look(update: _Update) -> _Part:
+            assert self.runtime is not None
+            part = _Part(rollout=self.runtime.rollout_metrics(update.lease.job))
+            if data is None:
+                part.weights = {name: torch.zeros(0) for name in objective.means}
+                return part
+            if isinstance(objective, PolicyGradientObjective):
+                if objective.algorithm.name != "grpo":
+                    part.advantages = Moments.of(data["advantage"])
+                update.data = counted = data[data["counts"].squeeze(-1)]
+                part.weights = objective.row_weights(counted)
+            else:
+                part.weights = objective.row_weights(data)
+            return part
+
+        part = self._guarded(update, look)
+        return _Part(update.failure) if part is None else part
+
+    def _cut(self, update: _Update, parts: list[_Part]) -> None:
+        objective, rank, data = self._ranked(update), self._ranks.rank, update.data
+        assert self.runtime is not None
+        weights = [part.weights for part in parts]
+        moments = [part.advantages for part in parts if part.advantages is not None]
+        if moments and data is not None:
+            data = update.data = data.copy()
+            data["advantage"] = Moments.normalize(data["advantage"], moments)
+        if rollouts := [part.rollout for part in parts if part.rollout is not None]:
+            self.runtime.log_rollout(update.slot.name, rollouts)
+        if isinstance(objective, PolicyGradientObjective):
+            num_rows = sum(len(w["rows"]) for w in weights)
+            with update.slot.rng.scope():  # the same permutations on every rank, and as with one rank
+                orders = [torch.randperm(num_rows) for _ in range(objective.algorithm.epochs if num_rows else 0)]
+            cut = cut_permutation(weights, orders, objective.algorithm.minibatch_size, rank)
+        else:
+            cut = cut_in_order(weights, -(-objective.batch_size // self._ranks.size), rank)
+        update.batches, update.shares = _batches(data, cut), iter([minibatch.shares for minibatch in cut])
+
+    def _encode_whole_jobs(self, updates: list[_Update]) -> None:
+        """Rollouts without features, through a sharded backbone."""
+        if not self.sharded_backbone:
+            return
+        raw = [
+            (update, update.data)
+            for update in updates
+            if update.data is not None
+            and "features" not in update.data.keys()
+            and self.objectives[update.slot.name].encode_whole_job
+        ]
+        for (update, _), features in zip(raw, self._encode_in_step(raw, updates), strict=True):
+            update.data = features
+
+    @torch.no_grad()
+    def _encode_in_step(
+        self, items: list[tuple[_Update, TensorDict]], updates: list[_Update]
+    ) -> list[TensorDict | None]:
+        """Rows with observations -> rows with features through the sharded backbone; None where it failed.
+
+        A pass is a collective: whatever can go wrong with rows is done first, then the ranks agree how many passes the
+        busiest one needs, and the others make up the number with passes over a blank image.
+        """
+        prepared: list[tuple[_Update, TensorDict, list[tuple[list[int], TensorDict]]]] = []
+
+        def prepare(update: _Update, data: TensorDict) -> list[tuple[list[int], TensorDict]]:
+            requests = self._requests([(update.slot, data)])
+            kinds, schema = kinds_of(requests), requests[0].schema
+            cut = cut_passes(requests)
+            return [(rows, self.backbone.preprocess(seen, texts, schema, kinds)) for rows, seen, texts in cut]
+
+        for update, data in items:
+            passes = self._guarded(update, prepare, data)
+            prepared.append((update, data, passes or []))
+        mine = sum(len(passes) for _, _, passes in prepared)
+        spare = self._ranks.most(mine) - mine
+        found: list[TensorDict | None] = []
+        for update, data, passes in prepared:
+            kinds = (update.slot.head.feature_spec.kind,)
+            encoded = ((rows, self.backbone.encode(given.to(self.device), kinds)) for rows, given in passes)
+            found.append(self._with_features([(update.slot, data)], encoded)[0] if passes else None)
+        if spare:
+            slot = updates[0].slot
+            blank, kinds = blank_observation(slot.spec.schema), (slot.head.feature_spec.kind,)
+            given = self.backbone.preprocess(blank, [PROBE_INSTRUCTION], slot.spec.schema, kinds)
+            for _ in range(spare):
+                self.backbone.encode(given.to(self.device), kinds)
+        return found
+
+    def _backward_in_step(self, update: _Update, batch: TensorDict | None) -> None:
+        """:meth:`_backward` of a head in shards, whose weights and gradients are collectives: the ranks agree before
+        each of them that nobody has failed. A minibatch that is empty here is made up by a row that weighs nothing."""
+        if self._failed_somewhere(update):
+            return
+        head = cast(FSDPModule, update.slot.head)
+        head.unshard()
+        if batch is None:
+            assert update.data is not None, "sharding_problems: every rank has rows"
+            batch = update.data[:1]
+        with self._scope(update):
+            loss = self._guarded(update, self._loss, batch)
+        if self._failed_somewhere(update):
+            head.reshard()
+            return
+        assert loss is not None
+        # FSDP2 divides the summed gradients by the number of ranks; ours are summands of the global mean already. (Its
+        # set_gradient_divide_factor needs a reduction that gloo does not have.)
+        self.manual_backward(loss * self._ranks.size)
+
+    def _failed_somewhere(self, update: _Update) -> bool:
+        """Whether a rank has failed at this update; then it is out, everywhere."""
+        if not update.failed and self._ranks.most(update.failure is not None):
+            self._exchange_failures([update])
+        return update.failed
+
+    def _sum_gradients(self, updates: list[_Update]) -> None:
+        """One flat all_reduce for all tenants of this step, and no other byte: for each its gradients, which of its
+        parameters have one, and whether it failed on some rank. Who failed somewhere is taken out everywhere."""
+        ranks = self._ranks
+        if ranks.size == 1:
+            return
+        layout = [(update, _parameters(update.slot)) for update in updates if update.slot.replica is None]
+        if not layout:
+            return
+        header = [
+            torch.tensor([float(update.failure is not None), *(float(p.grad is not None) for p in parameters)])
+            for update, parameters in layout
+        ]
+        dtype = _common_dtype([p for _, parameters in layout for p in parameters])
+        pieces: list[Tensor] = []
+        for (update, parameters), flags in zip(layout, header, strict=True):
+            usable = update.failure is None
+            pieces.append(flags.to(self.device, dtype))
+            for p in parameters:
+                gradient = p.grad if usable and p.grad is not None else torch.zeros_like(p)
+                pieces.append(gradient.reshape(-1).to(dtype))
+        flat = torch.cat(pieces)
+        ranks.sum_gradients(flat)
+        place, failed = 0, False
+        for _, parameters in layout:
+            flags = flat[place : place + 1 + len(parameters)].tolist()
+            place += 1 + len(parameters)
+            failed |= flags[0] > 0
+            for p, present in zip(parameters, flags[1:], strict=True):
+                gradient = flat[place : place + p.numel()].view_as(p)
+                place += p.numel()
+                p.grad = gradient.to(p.dtype) if present else None
+        if failed:
+            self._exchange_failures(updates)
+
+    def _exchange_failures(self, updates: list[_Update]) -> None:
+        mine = {update.slot.name: update.failure for update in updates if update.failure is not None}
+        self._agree(updates, self._ranks.gather(mine))
+
+    def _agree(self, updates: list[_Update], failures: list[dict[str, Failure]]) -> None:
+        """Take out, on every rank, whoever failed on one."""
+        agreed = agreed_failures(failures)
+        for update in updates:
+            if update.slot.name in agreed and not update.failed:
+                self._take_out(update, agreed[update.slot.name])
+
+    def _sum_metrics(self, updates: list[_Update]) -> dict[str, dict[str, float]]:
+        """What is logged of every tenant that has come through; with several ranks over all rows of the job."""
+        if self._ranks.size == 1:
+            return {update.slot.name: update.metrics() for update in updates if not update.failed}
+        mine = {}
+        for update in updates:
+            rows = 0 if update.lease.data is None else len(update.lease.data)
+            history = [step for step in update.history if step]
+            sums = {k: float(torch.stack([step[k].float() for step in history]).sum()) for k in (history or [{}])[0]}
+            counted = None if update.data is None else len(update.data)
+            mine[update.slot.name] = (update.failure, sums, len(update.history), rows, counted)
+        by_rank = self._ranks.gather(mine)
+        self._agree(updates, [{n: f for n, (f, *_) in mine.items() if f is not None} for mine in by_rank])
+        metrics = {}
+        for update in updates:
+            if update.failed:
+                continue
+            name, optimizer = update.slot.name, update.slot.optimizer
+            assert optimizer is not None
+            _, sums, steps, rows, counted = zip(*(mine[name] for mine in by_rank), strict=True)
+            means = {key: sum(part.get(key, 0.0) for part in sums) / steps[0] for part in sums for key in part}
+            if isinstance(self.objectives[name], PolicyGradientObjective):
+                means["counted_share"] = sum(n or 0 for n in counted) / sum(rows)
+            metrics[name] = {"loss": 0.0, **means, "lr": optimizer.param_groups[0]["lr"]}
+        return metrics
+
+    @staticmethod
+    def _requests(parts: list[tuple[TenantSlot, TensorDict]]) -> list[EncodeRequest]:
+        return [
             EncodeRequest(
                 data["observation"], list(data["language_instruction"]), slot.spec.schema, slot.head.feature_spec
             )
             for slot, data in parts
         ]
+
+    def _with_features(
+        self,
+        parts: list[tuple[TenantSlot, TensorDict]],
+        passes: Iterator[tuple[list[int], VLAFeature]] | None = None,
+    ) -> list[TensorDict]:
+        """Rows with ``observation`` and ``language_instruction`` -> rows with ``features`` and ``state``."""
+        found = encode_together(self.backbone, self._requests(parts), self.encode_stats, passes)
         encoded = []
-        for (slot, data), features in zip(
-            parts, encode_together(self.backbone, requests, self.encode_stats), strict=True
-        ):
+        for (slot, data), features in zip(parts, found, strict=True):
             if self.runtime is not None:
                 self.runtime.passes[slot.name].add(encoded=len(data))
             rows = data.exclude("language_instruction", "observation")
@@ -238,6 +538,11 @@ class MultiTenantModule(L.LightningModule):
         raise AssertionError(f"tenant {slot.name!r} has no optimizer in the strategy")
 
     # ------------------------------------------------------------------------------------- Lightning's hooks
+
+    def configure_model(self) -> None:
+        if self.shard is not None:
+            self.shard(self)
+            self.shard = None
 
     def configure_optimizers(self) -> list[torch.optim.Optimizer]:
         for slot in self.slots.values():
@@ -303,3 +608,21 @@ def build_objective(slot: TenantSlot, draw: Callable[[int], TensorDict]) -> Obje
     if slot.critic is None:
         return AWRObjective(head, normalizer, algorithm, dataset.batch_size)
     return IQLObjective(head, slot.critic, normalizer, algorithm, dataset.batch_size)
+
+
+def _parameters(slot: TenantSlot) -> list[nn.Parameter]:
+    """What the tenant's optimizer changes."""
+    assert slot.optimizer is not None
+    return [p for group in slot.optimizer.param_groups for p in group["params"]]
+
+
+def _common_dtype(tensors: list[nn.Parameter]) -> torch.dtype:
+    dtype = torch.float32
+    for tensor in tensors:
+        dtype = torch.promote_types(dtype, tensor.dtype)
+    return dtype
+
+
+def _batches(data: TensorDict | None, cut: list[Minibatch]) -> Iterator[TensorDict | None]:
+    for minibatch in cut:
+        yield None if data is None or not len(minibatch.rows) else rows_of(data, minibatch.rows)

@@ -24,6 +24,8 @@ from nexus_lightning.monitoring.events import EventLog
 from nexus_lightning.monitoring.progress import RunStatus, TenantStatus
 from nexus_lightning.objectives import job_fields
 from nexus_lightning.objectives.policy_gradient import EXECUTED
+from nexus_lightning.placement.control import Control, Failure, Ranks
+from nexus_lightning.placement.shares import Share, mean_of_rollouts
 from nexus_lightning.producers.base import Producer
 from nexus_lightning.producers.demonstrations import (
     DemonstrationProducer,
@@ -37,8 +39,9 @@ from nexus_lightning.producers.evaluation import (
     Evaluator,
     list_episodes,
     result_dict,
+    summarise,
 )
-from nexus_lightning.producers.rollouts import RolloutProducer, advantage_stage
+from nexus_lightning.producers.rollouts import AbsentRolloutProducer, RolloutProducer, advantage_stage
 from nexus_lightning.queues.inference import ServedPolicies, TenantInferenceServer
 from nexus_lightning.queues.jobs import Job, JobState, LeaseLost, Scheduler
 from nexus_lightning.queues.journal import Journal
@@ -64,6 +67,8 @@ class Runtime:
         slots: tenant name -> slot.
         run_dir: the run's folder.
         datasets: opened LeRobotDatasets of SFT tenants (opened for their statistics already).
+        ranks: who takes part. With several, each holds its share of every tenant's rows and simulators, rank 0 writes
+            files and logs, and what must be the same everywhere is agreed on in :attr:`control`.
     """
 
     def __init__(
@@ -73,14 +78,18 @@ class Runtime:
         slots: dict[str, TenantSlot],
         run_dir: Path,
         datasets: dict[str, Any],
+        ranks: Ranks | None = None,
     ) -> None:
         self.config, self.backbone, self.slots, self.run_dir = config, backbone, slots, run_dir
         self.datasets = datasets
+        self.ranks = Ranks() if ranks is None else ranks
+        self.control = Control(self.ranks, self) if self.ranks.size > 1 else None
         self.fingerprint = backbone.fingerprint
         self.lease_deadline_s = config.queues.training.lease_deadline_s
-        self.events = EventLog(run_dir / "events.jsonl")
+        self.events = EventLog(run_dir / "events.jsonl" if self.ranks.first else None)
         self.queue = TrainingQueue(max_bytes_per_tenant=int(config.queues.training.max_gb_per_tenant * 1e9))
-        self.journal = Journal(run_dir / "jobs.sqlite") if config.queues.training.journal else None
+        journal = config.queues.training.journal and self.ranks.first
+        self.journal = Journal(run_dir / "jobs.sqlite") if journal else None
         self.scheduler = Scheduler(on_terminal=self._clear, journal=self.journal)
         self.served = ServedPolicies(backbone)
         self.server = TenantInferenceServer(
@@ -101,6 +110,7 @@ class Runtime:
         budget = int(config.queues.training.max_gb_per_tenant * 1e9)
         rl = {name: slot for name, slot in slots.items() if slot.spec.config.task == "rl"}
         self.reuse = {name: plan_reuse(slot, backbone, budget) for name, slot in rl.items()}
+        self.shares = {name: self._share(name) for name in slots}
         self.producers: list[Producer] = []
         self.evaluators: dict[str, Evaluator] = {}
         self.readers: dict[str, DemonstrationReader] = {}
@@ -110,11 +120,17 @@ class Runtime:
         self.actor_forward: Callable[[TenantSlot, Any], TensorDict]
         self.job_index = 0
         self.interrupted = False
+        self.stopped = False  # several ranks: they have agreed to lease nothing more
         self.deadline_s: float | None = None
         self._saved: dict[str, str] = {}  # tenant -> payload folder, relative to the run folder
         self._saved_versions: dict[str, int] = {}
         self._restored_scheduler: dict[str, Any] | None = None
         self._metrics_lock = threading.Lock()
+        # several ranks: what waits for the next tick
+        self._mailbox = threading.Lock()
+        self._failures: dict[str, Failure] = {}
+        self._evaluations: list[tuple[str, int, list[dict[str, Any]], Path | None]] = []
+        self._rollouts: dict[tuple[str, int], dict[str, float]] = {}
         self._closed = False
 
     # ------------------------------------------------------------------------------------------ start and end
@@ -154,6 +170,9 @@ class Runtime:
         producers: list[Producer] = []
         env = self._environment(slot)
         evaluator = None if env is None or not config.eval.episodes else self._evaluator(slot, env)
+        share = self.shares[slot.name]
+        if config.task == "rl" and share.index is None:
+            return [AbsentRolloutProducer(slot, self.served, self.scheduler, self.quarantine, self.lease_deadline_s)]
         if config.task == "rl":
             assert env is not None
             reader = None if config.dataset is None else self._reader(slot)
@@ -174,6 +193,7 @@ class Runtime:
                     self.lease_deadline_s,
                     self.reuse[slot.name].reuse,
                     self.passes[slot.name],
+                    share,
                     reader if config.features.warm_up else None,
                 )
             )
@@ -193,6 +213,7 @@ class Runtime:
                 self.quarantine,
                 on_progress,
                 warm_up=config.features.warm_up,
+                share=Share(self.ranks.rank, self.ranks.size),
             )
         )
         if evaluator is not None:
@@ -220,13 +241,16 @@ class Runtime:
 
     def _environment(self, slot: TenantSlot) -> SimulatorEnv | None:
         config = slot.spec.config
-        if config.environment is None or (config.task != "rl" and not config.eval.episodes):
+        share = self.shares[slot.name]
+        if config.environment is None or (config.task != "rl" and not config.eval.episodes) or share.index is None:
             return None
+        first, end = share.block(config.environment.num_envs) if config.task == "rl" else (0, config.eval.num_envs)
         env = make_env(
             config.environment,
             slot.spec.schema,
             slot.normalizer,
-            num_envs=config.environment.num_envs if config.task == "rl" else config.eval.num_envs,
+            num_envs=end - first,
+            first_env=first,
             seed=derive_seed(slot.spec.seed, "environment") % 2**31,
             tenant=slot.name,
             group_size=1 if config.algorithm is None else config.algorithm.group_size or 1,
@@ -242,16 +266,18 @@ class Runtime:
             episodes = [(0, config.first_seed)]
         else:
             episodes = list_episodes(len(env.task_names), config.first_seed, config.episodes)
+        share = self.shares[slot.name]
+        video = config.video and share.index == 0
         evaluator = Evaluator(
             slot.name,
             env,
             self.served,
             self.server,
-            episodes,
+            episodes[share.index :: share.count],
             self._on_evaluation,
             lambda start, end: self.events.span("environment", {slot.name: len(episodes)}, start, end, kind="eval"),
             self.events.now,
-            self.run_dir / "videos" / f"{slot.name}.mp4" if config.video else None,
+            self.run_dir / "videos" / f"{slot.name}.mp4" if video else None,
         )
         self.evaluators[slot.name] = evaluator
         return evaluator
@@ -268,6 +294,11 @@ class Runtime:
             if evaluator.requested_with_video != slot.policy_version:
                 evaluator.request(video=True)
             waiting.append(evaluator)
+        if self.control is not None:
+            while self.control.tick(busy=any(not e.wait_idle(timeout_s=0.5) for e in waiting)).busy:
+                if self.interrupted:
+                    return
+            return
         while any(not evaluator.wait_idle(timeout_s=0.5) for evaluator in waiting):
             self.tick()
             if self.interrupted:
@@ -305,7 +336,8 @@ class Runtime:
             if self.interrupted and signum == signal.SIGINT:
                 raise KeyboardInterrupt
             self.interrupted = True
-            print(f"\n{signal.Signals(signum).name}: finishing the current job, saving, stopping", flush=True)
+            where = "" if self.ranks.size == 1 else f" on rank {self.ranks.rank}"
+            print(f"\n{signal.Signals(signum).name}{where}: finishing the current job, saving, stopping", flush=True)
 
         for signum in previous:
             signal.signal(signum, handler)
@@ -319,7 +351,11 @@ class Runtime:
     # ----------------------------------------------------------------------------------------- the loop's verbs
 
     def finished(self) -> bool:
-        """True when no further job should be leased."""
+        """True when no further job should be leased; the same on every rank."""
+        return self.wants_to_stop() if self.control is None else self.stopped
+
+    def wants_to_stop(self) -> bool:
+        """What this rank knows of it."""
         trainer = self.config.trainer
         if self.interrupted or (self.deadline_s is not None and time.monotonic() >= self.deadline_s):
             return True
@@ -331,6 +367,32 @@ class Runtime:
         """How many jobs may still be leased before ``trainer.max_jobs`` is reached."""
         limit = self.config.trainer.max_jobs
         return float("inf") if limit is None else limit - self.job_index
+
+    def lease_group(self, where: Callable[[Job], bool] | None = None, timeout_s: float = 0.0) -> list[Job]:
+        """The next job, and ready jobs of other tenants that its backbone passes can serve; empty when none is ready.
+
+        A job that brings observations instead of features says so in its metadata (``encode``). One job per tenant, so
+        no tenant's own order changes.
+        """
+        jobs: list[Job] = []
+
+        def fits(job: Job) -> bool:
+            if where is not None and not where(job):
+                return False
+            key = jobs[0].metadata.get("encode") if jobs else None
+            return not jobs or (job.metadata.get("encode") == key and all(j.tenant_id != job.tenant_id for j in jobs))
+
+        while not jobs or (jobs[0].metadata.get("encode") is not None and len(jobs) < self.jobs_left()):
+            job = self.scheduler.lease_next(
+                self.actor_versions(),
+                timeout_s=0.0 if jobs else timeout_s,
+                deadline_s=self.lease_deadline_s,
+                where=fits if jobs else where,
+            )
+            if job is None:
+                break
+            jobs.append(job)
+        return jobs
 
     def tick(self) -> None:
         """Refresh what the progress bar shows (queue depths); cheap."""
@@ -360,7 +422,9 @@ class Runtime:
                 continue
             try:
                 self._actor_forward(slot, job)
-                advantage_stage(self.scheduler, self.queue, slot, self.lease_deadline_s)
+                environment = slot.spec.config.environment
+                assert environment is not None
+                advantage_stage(self.scheduler, self.queue, slot, self.lease_deadline_s, environment.num_envs)
             except Exception as error:
                 self.quarantine(name, f"{type(error).__name__}: {error}", traceback.format_exc())
 
@@ -379,6 +443,8 @@ class Runtime:
 
     def read(self, job: Job) -> Lease | None:
         """The columns of a leased job that its objective reads (views, no copy); None when it was ended meanwhile."""
+        if job.metadata.get("absent"):
+            return Lease(job, None, None)
         fields = job_fields(self.slots[job.tenant_id].spec.config)
         fields += OBSERVED[job.metadata["features"]]
         self.queue.release(job.partition_id, "train")  # rows that an expired lease had handed out
@@ -398,14 +464,16 @@ class Runtime:
     def complete(self, slot: TenantSlot, lease: Lease, metrics: dict[str, float]) -> None:
         """After publication: end the job, log, ask for an evaluation when one is due."""
         job = lease.job
+        self.job_index += self.control is not None  # all ranks count alike, whatever goes wrong below on one of them
         try:
-            self.queue.ack(lease.meta)
+            if lease.meta is not None:
+                self.queue.ack(lease.meta)
             self.scheduler.complete(job.job_id, lease_id=job.lease_id, policy_version=slot.policy_version)
         except (LeaseLost, ValueError) as error:
             # a tenant that was quarantined while its job trained has lost job and partition already
             self.quarantine(slot.name, str(error), "")
             return
-        self.job_index += 1
+        self.job_index += self.control is None
         status = self.status.tenants[slot.name]
         status.jobs, status.version, status.loss = slot.jobs_completed, slot.policy_version, metrics["loss"]
         staleness = {}
@@ -427,16 +495,26 @@ class Runtime:
             evaluator.request(slot.policy_version)
 
     def quarantine(self, tenant: str, reason: str, details: str) -> None:
-        """Take one tenant out of the run: fail its jobs, stop its producers, keep its last saved payload."""
+        """Take one tenant out of the run, with several ranks at the next tick and everywhere: no rank may train what
+        another one has given up."""
+        if self.control is None:
+            self.take_out(tenant, reason, details)
+        else:
+            with self._mailbox:
+                self._failures.setdefault(tenant, Failure(reason, details))
+
+    def take_out(self, tenant: str, reason: str, details: str) -> None:
+        """Fail the tenant's jobs, stop its producers, keep its last saved payload."""
         slot = self.slots[tenant]
         if slot.quarantined is not None or self._closed:
             return
         slot.quarantined = reason
         self.status.tenants[tenant].state = "quarantined"
         self.events.point("quarantine", tenant, reason=reason)
-        (self.run_dir / "errors").mkdir(exist_ok=True)
-        (self.run_dir / "errors" / f"{tenant}.txt").write_text(details or reason)
-        log.error("tenant %s is quarantined: %s (traceback in errors/%s.txt)", tenant, reason, tenant)
+        if self.ranks.first:
+            (self.run_dir / "errors").mkdir(exist_ok=True)
+            (self.run_dir / "errors" / f"{tenant}.txt").write_text(details or reason)
+            log.error("tenant %s is quarantined: %s (traceback in errors/%s.txt)", tenant, reason, tenant)
         for producer in self.producers:
             if producer.tenant == tenant:
                 producer.stop()
@@ -451,6 +529,48 @@ class Runtime:
         with self._metrics_lock:
             self.on_metrics(row, self.job_index)
 
+    # -------------------------------------------------------------------------------------------- several ranks
+
+    def _share(self, tenant: str) -> Share:
+        """Of the tenant's simulators; demonstrations are always divided over all ranks."""
+        ranks = self.config.placement.environments.get(tenant, list(range(self.ranks.size)))
+        return Share(ranks.index(self.ranks.rank) if self.ranks.rank in ranks else None, len(ranks))
+
+    def num_evaluators(self, tenant: str) -> int:
+        """On how many ranks a share of the tenant's evaluation runs."""
+        return self.shares[tenant].count
+
+    def take_failures(self) -> dict[str, Failure]:
+        """What :meth:`quarantine` was told since the last tick."""
+        with self._mailbox:
+            failures, self._failures = self._failures, {}
+        return {tenant: failure for tenant, failure in failures.items() if self.slots[tenant].quarantined is None}
+
+    def take_evaluations(self) -> list[tuple[str, int, list[dict[str, Any]], Path | None]]:
+        """Shares of evaluations that were finished here since the last tick."""
+        with self._mailbox:
+            taken, self._evaluations = self._evaluations, []
+        return taken
+
+    def merge_evaluation(
+        self, tenant: str, version: int, shares: list[tuple[list[dict[str, Any]], Path | None]]
+    ) -> tuple[EvalResult, Path | None]:
+        """All ranks' episodes as one result, in the order of the seeds."""
+        episodes = sorted((e for part, _ in shares for e in part), key=lambda e: e["seed"])
+        return summarise(tenant, version, episodes), next((video for _, video in shares if video is not None), None)
+
+    def rollout_metrics(self, job: Job) -> dict[str, float] | None:
+        """What this rank's share of a job's rollout gave; can be asked once."""
+        with self._mailbox:
+            return self._rollouts.pop((job.tenant_id, job.metadata["cursor"]), None)
+
+    def log_rollout(self, tenant: str, parts: list[dict[str, float]]) -> None:
+        """Log the metrics of all ranks' shares of one rollout."""
+        metrics = mean_of_rollouts(parts)
+        if "episode_return" in metrics:
+            self.status.tenants[tenant].episode_return = metrics["episode_return"]
+        self.log(tenant, "train", metrics)
+
     # ---------------------------------------------------------------------------------------------- checkpoints
 
     def save_payloads(self) -> None:
@@ -458,22 +578,24 @@ class Runtime:
         for name, slot in self.slots.items():
             if slot.quarantined is not None or self._saved_versions.get(name) == slot.policy_version:
                 continue
-            assert slot.optimizer is not None
+            tensors, optimizer = slot.tensors(), slot.optimizer_state()  # sharded ones are gathered: on every rank
+            self._saved_versions[name], pinned = slot.policy_version, self._saved_versions.get(name)
+            if not self.ranks.first:
+                continue
             path = write_payload(
                 self.run_dir / "tenants",
                 name,
                 slot.policy_version,
-                tensors=slot.tensors(),
-                optimizer=slot.optimizer.state_dict(),
+                tensors=tensors,
+                optimizer=optimizer,
                 rng=slot.rng.state,
                 state=slot.state(),
                 manifest=slot.manifest(self.config.backbone, self.fingerprint),
                 keep=self.config.trainer.keep_payloads,
-                pinned=[self._saved_versions[name]] if name in self._saved_versions else [],
+                pinned=[] if pinned is None else [pinned],
                 extra=self._processor_files(slot),
             )
             self._saved[name] = str(path.relative_to(self.run_dir))
-            self._saved_versions[name] = slot.policy_version
 
     def _processor_files(self, slot: TenantSlot) -> dict[str, bytes]:
         """LeRobot's form of the normalisation, for tenants with a LeRobotDataset (others never load LeRobot)."""
@@ -517,11 +639,23 @@ class Runtime:
 
     def _on_rollout(self, tenant: str, job: Job, metrics: dict[str, float], start_s: float, end_s: float) -> None:
         self.events.span("environment", {tenant: job.sample_count}, start_s, end_s, kind="rollout")
+        if self.control is not None:
+            with self._mailbox:
+                self._rollouts[tenant, job.metadata["cursor"]] = metrics
+            return
         if "episode_return" in metrics:
             self.status.tenants[tenant].episode_return = metrics["episode_return"]
         self.log(tenant, "train", metrics)
 
-    def _on_evaluation(self, result: EvalResult, video: Path | None) -> None:
+    def _on_evaluation(self, tenant: str, version: int, episodes: list[dict[str, Any]], video: Path | None) -> None:
+        if self.control is None:
+            self.record_evaluation(summarise(tenant, version, episodes), video)
+        else:
+            with self._mailbox:
+                self._evaluations.append((tenant, version, episodes, video))
+
+    def record_evaluation(self, result: EvalResult, video: Path | None) -> None:
+        """Keep, show and log the result of a whole evaluation."""
         slot = self.slots[result.tenant]
         slot.evaluations.append({**result_dict(result), "jobs_completed": slot.jobs_completed})
         self.status.tenants[result.tenant].success_rate = result.success_rate

@@ -23,6 +23,7 @@ from nexus_lightning.backbone import Backbone, SharedBackbone
 from nexus_lightning.config import TenantConfig, schema_of, split_head
 from nexus_lightning.head import ActionHead, choose_kind
 from nexus_lightning.objectives import ChunkCritic
+from nexus_lightning.placement.sharding import load_whole, shard_like, whole
 from nexus_lightning.schema import NormalizationStats, Normalizer, TenantSchema
 
 _registrations = itertools.count()
@@ -85,17 +86,23 @@ class TenantRng:
         self.state = torch.Generator().manual_seed(seed).get_state()
 
     @contextlib.contextmanager
-    def scope(self) -> Iterator[None]:
+    def scope(self, seed: int | None = None) -> Iterator[None]:
+        """Draw from the tenant's stream; with ``seed`` from a stream of that seed instead, and leave the tenant's as it
+        is (several ranks keep one common stream, and draw what belongs to their own rows from streams of their own)."""
         outside = torch.get_rng_state()
         on_gpu = torch.cuda.is_initialized()
         outside_gpu = torch.cuda.get_rng_state() if on_gpu else None
-        torch.set_rng_state(self.state)
+        if seed is None:
+            torch.set_rng_state(self.state)
+        else:
+            torch.manual_seed(seed)
         if on_gpu:
             torch.cuda.manual_seed(int(torch.randint(2**62, ())))
         try:
             yield
         finally:
-            self.state = torch.get_rng_state()
+            if seed is None:
+                self.state = torch.get_rng_state()
             torch.set_rng_state(outside)
             if outside_gpu is not None:
                 torch.cuda.set_rng_state(outside_gpu)
@@ -120,6 +127,7 @@ class TenantSlot:
     quarantined: str | None = None  # the reason, once a failure has taken the tenant out of the run
     evaluations: list[dict[str, Any]] = field(default_factory=list)
     ema: AveragedModel | None = None  # running average of the head's weights (head.ema_decay)
+    replica: ActionHead | None = None  # of a head in shards: the whole of it, as of the last completed job
     critic: ChunkCritic | None = None  # Q networks of offline RL by iql
 
     def __post_init__(self) -> None:
@@ -131,6 +139,8 @@ class TenantSlot:
     @property
     def serving_head(self) -> ActionHead:
         """What is published, evaluated and exported: the averaged head where there is one, else the trained one."""
+        if self.replica is not None:
+            return self.replica
         return self.head if self.ema is None else cast(ActionHead, self.ema.module)
 
     @property
@@ -196,6 +206,8 @@ class TenantSlot:
         for prefix, module in self._parts():
             part = {k.removeprefix(f"{prefix}."): v for k, v in tensors.items() if k.startswith(f"{prefix}.")}
             module.load_state_dict(part, strict=True)
+            if module is self.replica:
+                load_whole(self.head, part)
 
     def start_from(self, tensors: dict[str, Tensor]) -> None:
         """Begin with another payload's policy: its average where it has one, which also starts this slot's own.
@@ -214,8 +226,23 @@ class TenantSlot:
             tensors = {**tensors, **{k: v for k, v in self.tensors().items() if k.startswith("critic.")}}
         self.load_tensors(tensors)
 
+    def optimizer_state(self) -> dict[str, Any]:
+        """``Optimizer.state_dict()``, of a head in shards with whole tensors (a collective)."""
+        assert self.optimizer is not None
+        saved = self.optimizer.state_dict()
+        if self.replica is None:
+            return saved
+        state = {index: {k: whole(v) for k, v in moments.items()} for index, moments in saved["state"].items()}
+        return {**saved, "state": state}
+
+    def refresh_replica(self) -> None:
+        """The whole of a head in shards (a collective)."""
+        assert self.replica is not None
+        self.replica.load_state_dict({k: whole(v) for k, v in self.head.state_dict().items()})
+
     def _parts(self) -> list[tuple[str, nn.Module]]:
-        parts: list[tuple[str, nn.Module]] = [("head", self.head), ("normalizer", self.normalizer)]
+        head = self.head if self.replica is None else self.replica
+        parts: list[tuple[str, nn.Module]] = [("head", head), ("normalizer", self.normalizer)]
         optional: list[tuple[str, nn.Module | None]] = [("ema", self.ema), ("critic", self.critic)]
         return parts + [(prefix, module) for prefix, module in optional if module is not None]
 
@@ -230,6 +257,9 @@ class TenantSlot:
     def load_state(self, state: dict[str, Any], optimizer: dict[str, Any], rng: Tensor) -> None:
         assert self.optimizer is not None and self.scheduler is not None
         self.optimizer.load_state_dict(optimizer)
+        if self.replica is not None:
+            for p, moments in self.optimizer.state.items():
+                moments |= {k: shard_like(v, p) for k, v in moments.items() if v.shape == p.shape}
         self.scheduler.load_state_dict({**state["lr_scheduler"], "lr_lambdas": [None] * len(self.scheduler.lr_lambdas)})
         self.rng.state = rng
         for name in COUNTERS:

@@ -46,6 +46,10 @@ from nexus_lightning.monitoring.banner import banner
 from nexus_lightning.monitoring.loggers import close_loggers, logger_problems, make_loggers
 from nexus_lightning.monitoring.progress import NexusProgressBar
 from nexus_lightning.monitoring.report import summary_table, write_report, write_summary
+from nexus_lightning.placement.control import Ranks
+from nexus_lightning.placement.plan import Plan, resolve
+from nexus_lightning.placement.sharding import rank_problems, sharding_problems
+from nexus_lightning.placement.strategies import TenantFSDP2, make_strategy
 from nexus_lightning.producers.demonstrations import dataset_stats, open_dataset
 from nexus_lightning.runtime import Runtime
 from nexus_lightning.schema import TenantSchema
@@ -70,13 +74,15 @@ class TenantCheckpoint(Callback):
             self.save(trainer)
 
     def save(self, trainer: L.Trainer) -> None:
+        """Called on every rank; rank 0 writes."""
         self.runtime.save_payloads()
         path = self.runtime.run_dir / LAST_CHECKPOINT
         temporary = path.with_suffix(".tmp")
         trainer.save_checkpoint(temporary)
-        with temporary.open("rb") as file:
-            os.fsync(file.fileno())
-        temporary.replace(path)
+        if self.runtime.ranks.first:
+            with temporary.open("rb") as file:
+                os.fsync(file.fileno())
+            temporary.replace(path)
         self.saved_at = self.runtime.job_index
 
 
@@ -108,6 +114,7 @@ class NexusTrainer(L.Trainer):
     Args:
         runtime: queues, producers and run folder of this run.
         loggers: Lightning loggers.
+        plan: who lives where; None: resolved from the configuration.
         **kwargs: any other Trainer argument that has a meaning here (accelerator, devices, precision, callbacks ...).
 
     Example:
@@ -115,16 +122,19 @@ class NexusTrainer(L.Trainer):
         >>> trainer.fit(module, ckpt_path=None)       # doctest: +SKIP
     """
 
-    def __init__(self, runtime: Runtime, loggers: list[Logger], **kwargs: Any) -> None:
+    def __init__(self, runtime: Runtime, loggers: list[Logger], plan: Plan | None = None, **kwargs: Any) -> None:
+        plan = resolve(runtime.config) if plan is None else plan
         config = runtime.config
         checkpoint = TenantCheckpoint(runtime)
         callbacks = [_RuntimeLifecycle(runtime, checkpoint), checkpoint, *kwargs.pop("callbacks", [])]
-        show = config.trainer.enable_progress_bar
+        show = config.trainer.enable_progress_bar and runtime.ranks.first
         if show:
             callbacks.append(NexusProgressBar(runtime.status))
         super().__init__(
             accelerator=config.placement.accelerator,
-            devices=int(os.environ.get("LOCAL_WORLD_SIZE", 1)),
+            strategy=make_strategy(plan, config.placement),
+            devices=runtime.ranks.local_size,
+            num_nodes=runtime.ranks.size // runtime.ranks.local_size,
             precision=config.placement.precision,  # type: ignore[arg-type]
             logger=loggers or False,
             callbacks=callbacks,
@@ -149,6 +159,8 @@ class NexusTrainer(L.Trainer):
     def fit(self, model: MultiTenantModule, ckpt_path: str | os.PathLike | None = None) -> None:  # type: ignore[override]
         """Train until every target is met, ``max_jobs`` or ``max_time`` is reached, or a signal asks to stop."""
         model.runtime = self.runtime
+        if isinstance(self.strategy, TenantFSDP2):
+            model.shard = self.strategy.shard
         self.runtime.actor_forward = model.actor_forward
         path = None if ckpt_path is None else os.fspath(ckpt_path)
         super().fit(model, train_dataloaders=LeaseStream(self.runtime), ckpt_path=path, weights_only=True)
@@ -162,13 +174,16 @@ def _seconds(max_time: str) -> float:
 # ------------------------------------------------------------------------------------------------------ one whole run
 
 
-def train(config: NexusConfig, backbone: Backbone | None = None, link_latest: bool = True) -> dict[str, Any]:
-    """Validate, prepare, build, run, report, close.
+def train(
+    config: NexusConfig, backbone: Backbone | None = None, link_latest: bool = True, ranks: Ranks | None = None
+) -> dict[str, Any]:
+    """Validate, prepare, build, run, report, close. Under torchrun every rank calls it.
 
     Args:
         config: typed configuration (see :func:`nexus_lightning.config.to_config`).
         backbone: an already built one (preparation runs share it); None builds ``config.backbone``.
         link_latest: let ``<output_dir>/latest`` point to this run.
+        ranks: of a preparation run: those of the run that it prepares. None: joins them.
 
     Returns:
         The summary (what ``summary.json`` holds) with ``run_dir``; under ``trainer.dry_run`` only the memory
@@ -184,41 +199,67 @@ def train(config: NexusConfig, backbone: Backbone | None = None, link_latest: bo
         figures = estimate(config, backbone)
         print(estimate_table(figures, free_bytes(torch.device("cpu"))), flush=True)
         return {"estimate": figures, "tenants": {}}
-    run_dir, ckpt_path = resolve_run(config)
+    plan = resolve(config)
+    if problems := [*rank_problems(config, plan), *sharding_problems(config, plan)]:
+        raise ConfigError(problems)
+    if ranks is not None:
+        return _train(config, backbone, link_latest, plan, ranks)
+    ranks = Ranks.join(plan)
+    try:
+        return _train(config, backbone, link_latest, plan, ranks)
+    finally:
+        ranks.leave()
+
+
+def _train(
+    config: NexusConfig, backbone: Backbone | None, link_latest: bool, plan: Plan, ranks: Ranks
+) -> dict[str, Any]:
+    run_dir, ckpt_path = ranks.on_first(lambda: prepare_run(config, link_latest))
     if config.placement.torch_threads is not None:
         torch.set_num_threads(config.placement.torch_threads)
     keep_freed_memory()
-    run_dir.mkdir(parents=True, exist_ok=True)
-    (run_dir / LAST_CHECKPOINT).parent.mkdir(exist_ok=True)
-    if link_latest:
-        _link_latest(Path(config.output_dir), run_dir)
-    (run_dir / "config.yaml").write_text(yaml.safe_dump(asdict(config), sort_keys=False))
-    record_datasets(config)
     if backbone is None:
         backbone = instantiate(config.backbone)
     assert isinstance(backbone, Backbone)
-    payloads = starting_payloads(config, backbone)
+    payloads = starting_payloads(config, backbone, ranks)
     slots, datasets = build_slots(config, backbone, payloads)
-    runtime = Runtime(config, backbone, slots, run_dir, datasets)
+    runtime = Runtime(config, backbone, slots, run_dir, datasets, ranks)
     loggers = make_loggers(config.logger, run_dir, config.run_name or run_dir.name, asdict(config))
     exit_code = 1
     try:
         module = MultiTenantModule(backbone, slots)
-        trainer = NexusTrainer(runtime, loggers)
-        print(_banner(config, runtime, backbone, slots, trainer, ckpt_path), flush=True)
+        trainer = NexusTrainer(runtime, loggers, plan)
+        if ranks.first:
+            print(_banner(config, runtime, backbone, slots, trainer, plan, ckpt_path), flush=True)
         trainer.fit(module, ckpt_path=ckpt_path)
         exit_code = int(any(slot.quarantined for slot in slots.values()))
     finally:
         runtime.close()
         close_loggers(loggers, exit_code)
     summary = _summary(runtime, module)
-    write_report(run_dir)
-    print(summary_table(summary))
+    if ranks.first:
+        write_summary(run_dir, **summary)
+        write_report(run_dir)
+        print(summary_table(summary))
     return {**summary, "run_dir": str(run_dir)}
+
+
+def prepare_run(config: NexusConfig, link_latest: bool) -> tuple[Path, Path | None]:
+    """Make the run folder and record the demonstrations that are not there yet; see :func:`resolve_run`."""
+    run_dir, ckpt_path = resolve_run(config)
+    run_dir.mkdir(parents=True, exist_ok=True)
+    (run_dir / LAST_CHECKPOINT).parent.mkdir(exist_ok=True)
+    if link_latest:
+        _link_latest(Path(config.output_dir), run_dir)
+    (run_dir / "config.yaml").write_text(yaml.safe_dump(asdict(config), sort_keys=False))
+    record_datasets(config)
+    return run_dir, ckpt_path
 
 
 def resolve_run(config: NexusConfig) -> tuple[Path, Path | None]:
     """The run folder and the checkpoint to continue from: a resumed run goes on in its own folder.
+
+    A process that torchrun has started again (``--max-restarts``) continues by itself what it had saved.
 
     Raises:
         ConfigError: ``ckpt_path`` names nothing that exists.
@@ -229,10 +270,14 @@ def resolve_run(config: NexusConfig) -> tuple[Path, Path | None]:
         launch = os.environ.get("TORCHELASTIC_RUN_ID", "none")
         name = launch if launch != "none" else time.strftime("%Y-%m-%d_%H-%M-%S")
         name = f"{name}_{config.run_name}" if config.run_name else name
-        run_dir, copy = output / name, 1
+        run_dir, copy, earlier = output / name, 1, output / "latest" if launch == "none" else None
         while run_dir.exists():
+            earlier = run_dir
             copy += 1
             run_dir = output / f"{name}_{copy}"
+        restarted = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) > 0
+        if restarted and earlier is not None and (earlier / LAST_CHECKPOINT).is_file():
+            return earlier.resolve(), (earlier / LAST_CHECKPOINT).resolve()
         return run_dir.resolve(), None
     given = output / "latest" if config.ckpt_path == "last" else Path(config.ckpt_path)
     checkpoint = given if given.suffix == ".ckpt" else given / LAST_CHECKPOINT
@@ -279,7 +324,7 @@ def record_dataset(name: str, tenant: TenantConfig, data_dir: str) -> None:
     )
 
 
-def starting_payloads(config: NexusConfig, backbone: Backbone) -> dict[str, Path]:
+def starting_payloads(config: NexusConfig, backbone: Backbone, ranks: Ranks | None = None) -> dict[str, Path]:
     """Payload folder of every tenant with ``init_from``; trained first from its recipe when it does not exist."""
     payloads = {}
     for name, tenant in config.tenants.items():
@@ -287,14 +332,14 @@ def starting_payloads(config: NexusConfig, backbone: Backbone) -> dict[str, Path
             continue
         path = None if tenant.init_from.path is None else Path(tenant.init_from.path)
         if tenant.init_from.recipe is not None:
-            path = prepare_payload(name, tenant, path, config, backbone)
+            path = prepare_payload(name, tenant, path, config, backbone, Ranks() if ranks is None else ranks)
         assert path is not None
         payloads[name] = resolve_payload(path)
     return payloads
 
 
 def prepare_payload(
-    name: str, tenant: TenantConfig, path: Path | None, config: NexusConfig, backbone: Backbone
+    name: str, tenant: TenantConfig, path: Path | None, config: NexusConfig, backbone: Backbone, ranks: Ranks
 ) -> Path:
     """Run the recipe (an SFT tenant) once and keep its run folder; later runs reuse the payload."""
     recipe = tenant_from_dict(tenant.init_from.recipe, f"tenants.{name}.init_from.recipe")
@@ -303,9 +348,10 @@ def prepare_payload(
         identity = digest_of({"recipe": asdict(recipe), "backbone": backbone.fingerprint, "seed": config.seed})
         path = Path(config.data_dir) / "payloads" / identity
     tenant_dir = path / "tenants" / recipe_name
-    if (tenant_dir / "latest").is_file():
+    if ranks.on_first((tenant_dir / "latest").is_file):
         return tenant_dir
-    print(f"training the starting payload of {name} from its recipe in {path}", flush=True)
+    if ranks.first:
+        print(f"training the starting payload of {name} from its recipe in {path}", flush=True)
     preparation = NexusConfig(
         tenants={recipe_name: recipe},
         backbone=config.backbone,
@@ -318,11 +364,11 @@ def prepare_payload(
         run_name=path.name,
         data_dir=config.data_dir,
     )
-    summary = train(preparation, backbone, link_latest=False)
+    summary = train(preparation, backbone, link_latest=False, ranks=ranks)
     if summary["tenants"][recipe_name].get("quarantined"):
         raise RuntimeError(f"tenants.{name}.init_from.recipe failed: {summary['tenants'][recipe_name]['quarantined']}")
     made = Path(summary["run_dir"])
-    made.rename(path)
+    ranks.on_first(lambda: made.rename(path))
     return tenant_dir
 
 
@@ -368,6 +414,7 @@ def _banner(
     backbone: Backbone,
     slots: dict[str, TenantSlot],
     trainer: L.Trainer,
+    plan: Plan,
     ckpt_path: Path | None,
 ) -> str:
     tenants = []
@@ -409,7 +456,7 @@ def _banner(
             "reason": f"placement.accelerator={config.placement.accelerator}",
         },
         tenants=tenants,
-        placement={"torch threads": torch.get_num_threads()},
+        placement={**plan.summary(), "torch threads": torch.get_num_threads()},
         queues={
             "inference batch": config.queues.inference.max_batch_size,
             "wait": f"{config.queues.inference.timeout_s * 1e3:g} ms",
@@ -464,5 +511,4 @@ def _summary(runtime: Runtime, module: MultiTenantModule) -> dict[str, Any]:
         },
         "inference": runtime.server.summary(),
     }
-    write_summary(runtime.run_dir, **summary)
     return summary

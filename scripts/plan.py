@@ -5,8 +5,8 @@
     python scripts/plan.py placement=split gpus_per_node=2 ranks_per_node=1 '+tenants=[toy]' json=plan.json png=plan.png
 
 Keys of its own: num_nodes, gpus_per_node (0: CPU ranks), ranks_per_node (null: one per GPU, or one), gpu_memory_gb,
-host_memory_gb (of one machine; null: as this one), json and png (paths). Everything else is as for train.py. Exits with
-2 when the placement is impossible.
+host_memory_gb (of one machine; null: not checked with GPUs, as here without), json and png (paths). Everything
+else is as for train.py. Exits with 2 when the placement is impossible.
 """
 
 import json
@@ -84,51 +84,55 @@ def devices(args: Arguments):
 
     from nexus_lightning.placement.plan import Devices
 
-    host = psutil.virtual_memory().total if args.host_memory_gb is None else int(args.host_memory_gb * 1e9)
+    host = None if args.host_memory_gb is None else int(args.host_memory_gb * 1e9)
     ranks = args.ranks_per_node or args.gpus_per_node or 1
     if args.gpus_per_node:
         memory = int(args.gpu_memory_gb * 1e9)
         return Devices("cuda", args.num_nodes * ranks, ranks, memory, args.gpus_per_node, host)
+    host = psutil.virtual_memory().total if host is None else host
     return Devices("cpu", args.num_nodes * ranks, ranks, host, 1, host)
 
 
 def picture(plan, path: Path) -> None:
-    """One bar per kind of device: its memory by part, against what it has."""
+    """One bar per kind of device, each on its own scale: its memory by part, and how much it has."""
     import matplotlib
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
+    from matplotlib.patches import Patch
 
     from nexus_lightning.memory import gigabytes
     from nexus_lightning.placement.plan import PARTS
 
-    figure, axis = plt.subplots(figsize=(9, 1.6 + 0.8 * len(plan.devices)), layout="constrained")
-    largest = max(max(d.needed_bytes + d.budget_bytes, 1) for d in plan.devices)
-    seen = set()
-    for row, device in enumerate(plan.devices):
-        left = 0.0
-        for part, colour in zip(PARTS, COLOURS, strict=True):
-            size = device.parts.get(part, 0)
-            if size:
-                axis.barh(row, size / 1e9, left=left / 1e9, color=colour, label=None if part in seen else part)
-                seen.add(part)
-                left += size
-        if device.budget_bytes:
-            label = None if "budget" in seen else "queues, store (at most)"
-            seen.add("budget")
-            style = {"color": "white", "edgecolor": "grey", "hatch": "///"}
-            axis.barh(row, device.budget_bytes / 1e9, left=left / 1e9, label=label, **style)
-        axis.plot([device.capacity_bytes / 1e9] * 2, [row - 0.4, row + 0.4], color="black", linewidth=2)
-        text = f"{gigabytes(device.needed_bytes)} of {gigabytes(device.capacity_bytes)}"
-        axis.annotate(text, ((left + device.budget_bytes) / 1e9, row), (6, 0), textcoords="offset points", va="center")
-    axis.set_yticks(range(len(plan.devices)), [f"{d.count} x {d.name}" for d in plan.devices])
-    axis.invert_yaxis()
-    axis.set_xlim(0, 1.35 * largest / 1e9)
-    axis.set_xlabel("GB per device (black line: what the device has, where it is in the picture)")
-    axis.set_title(
-        f"{plan.strategy}: " + ", ".join(f"{k} {v}" for k, v in list(plan.summary().items())[1:]), fontsize=10
+    used = [d for d in plan.devices if d.needed_bytes + d.budget_bytes]
+    size = (9, 1.2 + 0.95 * len(used))
+    figure, axes = plt.subplots(len(used), 1, figsize=size, layout="constrained", squeeze=False)
+    colours, budget = (
+        dict(zip(PARTS, COLOURS, strict=True)),
+        {"facecolor": "white", "edgecolor": "grey", "hatch": "///"},
     )
-    axis.legend(loc="upper center", bbox_to_anchor=(0.5, -0.35), ncols=4, frameon=False, fontsize=8)
+    for device, axis in zip(used, axes.flat, strict=True):
+        left = 0.0
+        for part in PARTS:
+            width = device.parts.get(part, 0) / 1e9
+            axis.barh(0, width, left=left, color=colours[part])
+            left += width
+        axis.barh(0, device.budget_bytes / 1e9, left=left, **budget)
+        end = left + device.budget_bytes / 1e9
+        text = gigabytes(device.needed_bytes)
+        if device.capacity_bytes is not None:
+            text += f" of {gigabytes(device.capacity_bytes)} ({device.fill:.0%})"
+        axis.annotate(text, (end, 0), (6, 0), textcoords="offset points", va="center")
+        axis.set_xlim(0, 1.4 * end)
+        axis.set_yticks([0], [f"{device.count} x {device.name}"])
+        axis.spines[["top", "right"]].set_visible(False)
+    axes.flat[-1].set_xlabel("GB of each (own scale)")
+    rest = ", ".join(f"{key} {value}" for key, value in list(plan.summary().items())[1:])
+    figure.suptitle(f"{plan.strategy} on {plan.world_size} ranks: {rest}", fontsize=10)
+    shown = [Patch(color=colours[part], label=part) for part in PARTS if any(d.parts.get(part) for d in used)]
+    if any(d.budget_bytes for d in used):
+        shown.append(Patch(label="queues, store (at most)", **budget))
+    figure.legend(handles=shown, loc="outside lower center", ncols=4, frameon=False, fontsize=8)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=120)
     plt.close(figure)

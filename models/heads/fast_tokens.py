@@ -146,6 +146,10 @@ class FastTokensHead(ActionHead):
         right_BL = (logits_BLV.detach().argmax(-1) == tokens_BL) & counted_BL
         return {"loss": (losses_BL * counted_BL).sum() / num_counted, "accuracy": right_BL.sum() / num_counted}
 
+    def loss_elements(self, actions: Tensor, is_pad: Tensor) -> Tensor:
+        """Tokens that count; see :meth:`ActionHead.loss_elements`."""
+        return self._targets(actions, is_pad)[1].sum(-1)
+
     def act(self, features: VLAFeature, state: Tensor, noise: Tensor | None = None) -> TensorDict:
         """Greedy decoding, or exact sampling: token i is the ``Phi(noise_i)`` quantile of its distribution.
 

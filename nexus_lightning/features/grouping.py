@@ -7,7 +7,7 @@ that waste little on padding, encoded, and put back: a row's feature is the same
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from math import ceil
@@ -60,27 +60,49 @@ class EncodeRequest:
     spec: FeatureSpec
 
 
-def encode_together(backbone: Backbone, requests: Sequence[EncodeRequest], stats: EncodeStats) -> list[VLAFeature]:
+#: One pass: its rows of all requests' rows, observation ``[R]``, and texts.
+Pass = tuple[list[int], TensorDict, list[str]]
+
+
+def cut_passes(requests: Sequence[EncodeRequest]) -> Iterator[Pass]:
+    """The cheapest number of passes that serve all requests (of one sharing key), one after the other."""
+    schema = requests[0].schema
+    texts = [text for request in requests for text in request.instructions]
+    images = {c: _concatenated([request.observation["image", c] for request in requests]) for c in schema.cameras}
+    cut = [sorted(rows) for rows in passes([estimated_tokens(schema, text) for text in texts])]
+    for rows in cut:
+        whole = len(cut) == 1  # then nothing is picked out: no copy
+        part = images if whole else {camera: image[rows] for camera, image in images.items()}
+        observation = TensorDict({"image": TensorDict(part, [len(rows)])} if part else {}, [len(rows)])
+        yield rows, observation, texts if whole else [texts[row] for row in rows]
+
+
+def kinds_of(requests: Sequence[EncodeRequest]) -> tuple[str, ...]:
+    """All kinds that the requests' heads read: one pass gives them all."""
+    return tuple(sorted({request.spec.kind for request in requests}))
+
+
+def encode_together(
+    backbone: Backbone,
+    requests: Sequence[EncodeRequest],
+    stats: EncodeStats,
+    encoded: Iterator[tuple[list[int], VLAFeature]] | None = None,
+) -> list[VLAFeature]:
     """One feature ``[N_i]`` per request, in the order of its rows.
 
     Args:
         backbone: the frozen backbone.
         requests: of any tenants with one sharing key; the cheapest number of passes serves all of them.
         stats: added to.
+        encoded: the rows and features of every pass of :func:`cut_passes`; None: encoded here.
     """
-    schema = requests[0].schema
-    kinds = tuple(sorted({request.spec.kind for request in requests}))
-    texts = [text for request in requests for text in request.instructions]
-    images = {c: _concatenated([request.observation["image", c] for request in requests]) for c in schema.cameras}
+    schema, kinds = requests[0].schema, kinds_of(requests)
+    if encoded is None:
+        encoded = ((rows, backbone(seen, texts, schema, kinds)) for rows, seen, texts in cut_passes(requests))
     bounds = list(pairwise(accumulate((len(request.instructions) for request in requests), initial=0)))
-    cut = [sorted(rows) for rows in passes([estimated_tokens(schema, text) for text in texts])]
     pieces: list[list[VLAFeature]] = [[] for _ in requests]
     order: list[list[int]] = [[] for _ in requests]
-    for rows in cut:
-        whole = len(cut) == 1  # then nothing is picked out: no copy
-        part = images if whole else {camera: image[rows] for camera, image in images.items()}
-        observation = TensorDict({"image": TensorDict(part, [len(rows)])} if part else {}, [len(rows)])
-        features = backbone(observation, texts if whole else [texts[row] for row in rows], schema, kinds)
+    for rows, features in encoded:
         ends = _count(features, stats)
         start = 0
         for i, (_, last) in enumerate(bounds):  # rows ascend, so those of a request lie side by side

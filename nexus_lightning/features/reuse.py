@@ -15,6 +15,7 @@ from tensordict import TensorDict
 
 from nexus_lightning.backbone import Backbone, VLAFeature, compact
 from nexus_lightning.memory import feature_bytes, gigabytes
+from nexus_lightning.schema import TenantSchema
 from nexus_lightning.tenant import TenantSlot
 
 #: Length of the instruction that the estimate of a feature's size assumes.
@@ -74,11 +75,15 @@ def plan_reuse(slot: TenantSlot, backbone: Backbone, budget_bytes: int) -> Reuse
 def probe_bytes(slot: TenantSlot, backbone: Backbone) -> int:
     """Bytes of one compact feature of this tenant (black images, an instruction of usual length)."""
     schema, spec = slot.spec.schema, slot.head.feature_spec
+    feature = backbone(blank_observation(schema), [PROBE_INSTRUCTION], schema, (spec.kind,)).select(spec)
+    return feature_bytes(compact(feature))
+
+
+def blank_observation(schema: TenantSchema) -> TensorDict:
+    """Black images, ``[1]``."""
     size = (1, 3, schema.image_size, schema.image_size)
     images = {camera: torch.zeros(size, dtype=torch.uint8) for camera in schema.cameras}
-    observation = TensorDict({"image": TensorDict(images, [1])} if images else {}, [1])
-    feature = backbone(observation, [PROBE_INSTRUCTION], schema, (spec.kind,)).select(spec)
-    return feature_bytes(compact(feature))
+    return TensorDict({"image": TensorDict(images, [1])} if images else {}, [1])
 
 
 def in_row_order(decisions: list[VLAFeature], num_envs: int) -> torch.Tensor:

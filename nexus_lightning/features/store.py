@@ -590,6 +590,7 @@ class FeatureEntry:
         views: Sequence[int] = (0,),
         stopping: Callable[[], bool] = lambda: False,
         progress: Callable[[int], None] = lambda rows: None,
+        begin: float = 0.0,
     ) -> bool:
         """Computes all missing shards in order; ends early (with the store's warning) when no more can be kept.
 
@@ -597,13 +598,17 @@ class FeatureEntry:
             views: e.g. ``range(2)``.
             stopping: asked before each shard.
             progress: called with the number of rows of each shard that is there.
+            begin: where in the frames to begin, in [0, 1); it goes round. Processes with one folder that begin at
+                different places do not compute everything twice.
 
         Returns:
             False when ``stopping`` said so before the end.
         """
         size, num_frames = self.shared.key.shard_rows, self.shared.num_frames
+        starts = list(range(0, num_frames, size))
+        first = int(begin * len(starts))
         for view in views:
-            for start in range(0, num_frames, size):
+            for start in starts[first:] + starts[:first]:
                 if stopping():
                     return False
                 if self.store._shard(self, view, start // size) is None:

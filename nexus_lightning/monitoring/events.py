@@ -79,7 +79,7 @@ class EventLog:
     line is cut off, the totals are rebuilt, and :meth:`now` goes on after the last recorded time.
 
     Args:
-        path: the file; its folder must exist.
+        path: the file; its folder must exist. None: totals only, no file (all ranks but the first).
 
     Example::
 
@@ -89,11 +89,11 @@ class EventLog:
         events.utilisation()["actor"]
     """
 
-    def __init__(self, path: str | os.PathLike) -> None:
-        self.path = Path(path)
+    def __init__(self, path: str | os.PathLike | None) -> None:
+        self.path = Path(os.devnull if path is None else path)
         self._times = ServiceTimes()
         self._lock = threading.Lock()
-        offset_s = self._recover() if self.path.exists() else None
+        offset_s = self._recover() if self.path.is_file() else None
         self._origin_s = time.monotonic() - (offset_s or 0.0)
         self._file = self.path.open("a", encoding="utf-8")
         self._closing = threading.Event()

@@ -33,6 +33,8 @@ class AWRObjective:
 
     encode_whole_job = False
     fields = ("actions", "is_pad", "return_to_go")
+    #: What the means in :meth:`loss` are taken over.
+    means = ("loss",)
 
     def __init__(self, head: ActionHead, normalizer: Normalizer, algorithm: AlgorithmConfig, batch_size: int) -> None:
         self.head, self.normalizer, self.algorithm, self.batch_size = head, normalizer, algorithm, batch_size
@@ -42,11 +44,22 @@ class AWRObjective:
         """In the order of the partition: the producer has already shuffled by the tenant's seed."""
         yield from data.split(self.batch_size)
 
-    def loss(self, batch: TensorDict, jobs_completed: int) -> dict[str, Tensor]:
+    def row_weights(self, data: TensorDict) -> dict[str, Tensor]:
+        """1 for every row with a valid step: the others pad the batch of several ranks."""
+        return {"loss": (~data["is_pad"]).sum(-1) > 0}
+
+    def loss(self, batch: TensorDict, jobs_completed: int, shares: dict[str, float] | None = None) -> dict[str, Tensor]:
         """``{"loss", "policy_loss", "value_loss", "advantage", "weight_share"}`` (scalars).
 
         ``weight_share`` is the effective number of samples over the number of samples: 1 when all weigh alike.
+
+        With ``shares`` this rank's summands of the mean over all ranks' rows. Each rank draws from its own rows: their
+        weights are relative to those rows, not to the whole minibatch.
         """
+        losses = self._loss(batch, jobs_completed)
+        return losses if shares is None else {k: v * shares["loss"] for k, v in losses.items()}
+
+    def _loss(self, batch: TensorDict, jobs_completed: int) -> dict[str, Tensor]:
         state = self.normalizer.normalize_state(batch["state"])
         value = self.head.value(batch["features"], state)
         error = batch["return_to_go"] - value

@@ -110,13 +110,15 @@ class EvaluatedDecision(Distribution):
         return reduce_chunk(self.entropies, self.executed, self.reduction)
 
 
-def compute_advantages(rollout: TensorDict, algorithm: AlgorithmConfig) -> TensorDict:
+def compute_advantages(rollout: TensorDict, algorithm: AlgorithmConfig, normalize: bool = True) -> TensorDict:
     """Advantages of one rollout; statistics are this job's alone.
 
     Args:
         rollout: ``[N, L]`` (simulators x decisions) with ``("next", "reward"|"done"|"terminated"|"executed")`` and
             ``log_probs``; ppo and reinforce also need ``state_value`` ``[N, L, 1]`` and ``("next", "state_value")``
             (zero where terminated, the critic's estimate where truncated or cut), grpo ``episode_seed``.
+        algorithm: of the tenant.
+        normalize: False where ``rollout`` is only one rank's part of the job.
 
     Returns:
         Derived columns ``[N, L]``: ``advantage`` ``[.., 1]``, ``value_target`` ``[.., 1]``, ``sample_log_prob``
@@ -141,7 +143,8 @@ def compute_advantages(rollout: TensorDict, algorithm: AlgorithmConfig) -> Tenso
             following["done"],
             following["terminated"],
         )
-        advantage = (advantage - advantage.mean()) / advantage.std(unbiased=False).clamp(min=1e-6)
+        if normalize:
+            advantage = (advantage - advantage.mean()) / advantage.std(unbiased=False).clamp(min=1e-6)
         counts = torch.ones_like(advantage, dtype=torch.bool)
     units = likelihood_units(rollout[LOG_PROBS], executed, algorithm.log_prob, algorithm.log_prob_level)
     return TensorDict(
@@ -227,6 +230,8 @@ class PolicyGradientObjective:
 
     #: Observations are encoded once per job: every epoch reads them again.
     encode_whole_job = True
+    #: What the means in :meth:`loss` are taken over.
+    means = ("units", "rows")
     fields = (
         "vla_action",
         EXECUTED,
@@ -299,8 +304,16 @@ class PolicyGradientObjective:
             columns[PROXIMAL_VALUE] = self.head.value(batch["features"], state)
         return TensorDict(columns, batch.batch_size)
 
-    def loss(self, batch: TensorDict, jobs_completed: int) -> dict[str, Tensor]:
+    def row_weights(self, data: TensorDict) -> dict[str, Tensor]:
+        """How many likelihood units each row has, and 1."""
+        mask = unit_mask(data[EXECUTED], data[CHUNK].shape[-1], self.algorithm.log_prob_level)
+        return {"units": mask.sum(-1), "rows": torch.ones(len(data))}
+
+    def loss(self, batch: TensorDict, jobs_completed: int, shares: dict[str, float] | None = None) -> dict[str, Tensor]:
         """``loss`` and, under the names that TorchRL and RLinf use, what is logged (scalars).
+
+        ``shares``: of a minibatch that several ranks hold, what part of the units and of the rows ``batch`` is; the
+        results are then this rank's summands of the minibatch's.
 
         ``policy_loss``, ``value_loss``, ``entropy``, ``kl`` (mean of log p_old - log p_new), ``clip_fraction``,
         ``ratio`` (mean), ``explained_variance``; those that the algorithm has. Old is the policy that acted, with
@@ -332,6 +345,10 @@ class PolicyGradientObjective:
             [],
         )
         out = self.loss_module(units)
+        if shares is not None:
+            per_unit = ("loss_actor", "loss_objective", "kl_approx", "clip_fraction", "mean_ratio")
+            for key, value in list(out.items()):
+                out[key] = value * shares["units" if key in per_unit else "rows"]
         policy_loss = out["loss_actor"] if self.algorithm.name == "reinforce" else out["loss_objective"]
         value_loss = out.get("loss_value" if self.algorithm.name == "reinforce" else "loss_critic", None)
         loss = policy_loss

@@ -20,6 +20,8 @@ class SFTObjective:
     """
 
     fields = ("actions", "is_pad")
+    #: What the mean in :meth:`loss` is taken over.
+    means = ("loss",)
     #: Observations are encoded per minibatch (each row is read once per job), so that tenants can share the passes.
     encode_whole_job = False
 
@@ -30,8 +32,14 @@ class SFTObjective:
         """In the order of the partition: the producer has already shuffled by the tenant's seed."""
         yield from data.split(self.batch_size)
 
-    def loss(self, batch: TensorDict, jobs_completed: int) -> dict[str, Tensor]:
+    def row_weights(self, data: TensorDict) -> dict[str, Tensor]:
+        """How many elements of each row count."""
+        return {"loss": self.head.loss_elements(self.normalizer.normalize_action(data["actions"]), data["is_pad"])}
+
+    def loss(self, batch: TensorDict, jobs_completed: int, shares: dict[str, float] | None = None) -> dict[str, Tensor]:
+        """The head's own; with ``shares`` this rank's summands of the mean over all ranks' rows."""
         del jobs_completed
         state = self.normalizer.normalize_state(batch["state"])
         actions = self.normalizer.normalize_action(batch["actions"])
-        return self.head.loss(batch["features"], state, actions, batch["is_pad"])
+        losses = self.head.loss(batch["features"], state, actions, batch["is_pad"])
+        return losses if shares is None else {k: v * shares["loss"] for k, v in losses.items()}

@@ -17,7 +17,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import psutil
@@ -26,6 +26,7 @@ import torch
 from nexus_lightning.config import ConfigError, NexusConfig, TenantConfig
 from nexus_lightning.memory import estimate, gigabytes
 from nexus_lightning.monitoring.banner import text_table
+from nexus_lightning.placement.sharding import needs_whole_backbone
 
 #: Share of a device's memory that ``auto`` fills: activations, the allocator's gaps and the CUDA context need the rest.
 FILL = 0.9
@@ -45,7 +46,7 @@ class Devices:
         ranks_per_node: ranks on one machine.
         memory_bytes: of one training device; of the whole machine when ``kind`` is cpu.
         devices_per_node: devices of this kind on one machine (1 for a cpu).
-        host_bytes: memory of one machine.
+        host_bytes: memory of one machine; None: not known, not checked.
     """
 
     kind: str
@@ -53,7 +54,7 @@ class Devices:
     ranks_per_node: int
     memory_bytes: int
     devices_per_node: int
-    host_bytes: int
+    host_bytes: int | None
 
     @property
     def num_nodes(self) -> int:
@@ -83,19 +84,24 @@ class DeviceUse:
         name: for people.
         count: how many such devices there are.
         parts: bytes by part, see :data:`PARTS`.
-        capacity_bytes: the device's memory.
+        capacity_bytes: the device's memory; None: not known.
         budget_bytes: what queues and the feature store may take on top, at most (bounded by the configuration).
     """
 
     name: str
     count: int
     parts: dict[str, int]
-    capacity_bytes: int
+    capacity_bytes: int | None
     budget_bytes: int = 0
 
     @property
     def needed_bytes(self) -> int:
         return sum(self.parts.values())
+
+    @property
+    def fill(self) -> float:
+        """Needed over there is; 0 when that is not known."""
+        return 0.0 if self.capacity_bytes is None else self.needed_bytes / self.capacity_bytes
 
 
 @dataclass(frozen=True)
@@ -142,6 +148,16 @@ class Plan:
         agreed = {k: v for k, v in self.to_dict().items() if k not in ("devices", "reason")}
         return hashlib.sha256(json.dumps(agreed, sort_keys=True).encode()).hexdigest()[:16]
 
+    def settle(self, config: NexusConfig) -> NexusConfig:
+        """``config`` with everything that this plan chose filled in."""
+        placement = replace(
+            config.placement,
+            strategy=self.strategy,
+            backbone=replace(config.placement.backbone, replicate=self.replicate, shard=self.shard),
+            environments={name: list(ranks) for name, ranks in self.environments.items()},
+        )
+        return replace(config, placement=placement)
+
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON-able values."""
         devices = [{**asdict(d), "needed_bytes": d.needed_bytes} for d in self.devices]
@@ -169,7 +185,7 @@ class Plan:
                     f"{d.count} x {d.name}",
                     *(gigabytes(d.parts[p]) if d.parts.get(p) else "" for p in parts),
                     gigabytes(d.needed_bytes),
-                    gigabytes(d.capacity_bytes),
+                    "not known" if d.capacity_bytes is None else gigabytes(d.capacity_bytes),
                     f"+ {gigabytes(d.budget_bytes)}" if d.budget_bytes else "",
                 )
                 for d in self.devices
@@ -232,12 +248,7 @@ def resolve(config: NexusConfig, devices: Devices | None = None, figures: dict[s
         devices=() if figures is None else _memory(config, devices, figures, shard),
         reason=reason,
     )
-    problems = [
-        f"placement: {d.name} needs {gigabytes(d.needed_bytes)} and has {gigabytes(d.capacity_bytes)}; "
-        f"{_largest_part(d)} takes most; {_remedy(plan)}"
-        for d in plan.devices
-        if d.needed_bytes > d.capacity_bytes
-    ]
+    problems = [_memory_problem(plan, device) for device in plan.devices if device.fill > 1]
     limit = placement.max_simulators_per_rank
     for rank in range(devices.world_size):
         held = sum(per_rank[rank] for per_rank in simulators.values())
@@ -345,16 +356,23 @@ def _choose(config: NexusConfig, devices: Devices, figures: dict[str, Any] | Non
         return "ddp" if shard == 1 else "fsdp2", replicate, shard, "auto: placement.backbone gives the degrees"
     size = f"backbone ({gigabytes(figures['backbone']['bytes'])}) and {_count(len(figures['tenants']), 'tenant')}"
     room = f"{FILL:.0%} of {gigabytes(devices.memory_bytes)}"
-    if devices.kind == "cpu" and devices.ranks_per_node > 1:
+    if devices.kind != "cuda" and devices.ranks_per_node > 1:
         room += f" that {devices.ranks_per_node} ranks share"
+    fill = {}
     for shard in (1, *_shards(devices)):
-        if all(d.needed_bytes <= FILL * d.capacity_bytes for d in _memory(config, devices, figures, shard)):
-            if shard == 1:
-                return "ddp", world, 1, f"auto: {size} fit whole into {room}, so every rank holds them"
-            over = "" if shard <= devices.ranks_per_node else ", which no machine has alone"
-            why = f"auto: {size} do not fit whole into {room}; with {shard} ranks per copy{over} they do"
-            return "fsdp2", world // shard, shard, why
-    return "fsdp2", 1, world, f"auto: {size} do not fit whole into {room}"  # refused by the memory check
+        fill[shard] = max(d.fill for d in _memory(config, devices, figures, shard))
+        if fill[shard] <= FILL:
+            break
+    else:  # nothing fits well: the tightest that may (the caller refuses what does not fit at all)
+        shard = min(fill, key=lambda degree: fill[degree])
+        strategy = "ddp" if shard == 1 else "fsdp2"
+        why = f"auto: {size} fit into {room} in no way; {strategy} with {_count(shard, 'rank')} per copy needs least"
+        return strategy, world // shard, shard, why
+    if shard == 1:
+        return "ddp", world, 1, f"auto: {size} fit whole into {room}, so every rank holds them"
+    over = "" if shard <= devices.ranks_per_node else ", which no machine has alone"
+    why = f"auto: {size} do not fit whole into {room}; with {shard} ranks per copy{over} they do"
+    return "fsdp2", world // shard, shard, why
 
 
 def _shards(devices: Devices) -> list[int]:
@@ -379,11 +397,25 @@ def _batch(tenant: TenantConfig, world_size: int) -> str:
 
 
 def _environment_ranks(config: NexusConfig, name: str, world_size: int) -> tuple[int, ...]:
-    """The ranks that run the tenant's simulators; none when it has no rollouts and no evaluation."""
+    """The ranks that run the tenant's simulators; none when it has no rollouts and no evaluation.
+
+    A tenant that the configuration does not name is spread evenly over as many ranks as can share equally.
+    """
     tenant = config.tenants[name]
     if tenant.environment is None or (tenant.task != "rl" and not tenant.eval.episodes):
         return ()
-    return tuple(config.placement.environments.get(name, range(world_size)))
+    if name in config.placement.environments:
+        return tuple(config.placement.environments[name])
+    if tenant.task == "rl":
+        groups = tenant.environment.num_envs // _group_size(tenant)
+        count = max(k for k in range(1, world_size + 1) if groups % k == 0)
+    else:
+        count = min(world_size, 1 if config.trainer.fast_dev_run else tenant.eval.episodes)
+    return tuple(i * world_size // count for i in range(count))
+
+
+def _group_size(tenant: TenantConfig) -> int:
+    return 1 if tenant.algorithm is None else tenant.algorithm.group_size or 1
 
 
 def _share_problems(config: NexusConfig, environments: dict[str, tuple[int, ...]]) -> list[str]:
@@ -394,13 +426,13 @@ def _share_problems(config: NexusConfig, environments: dict[str, tuple[int, ...]
         if tenant.task != "rl":
             continue
         assert tenant.environment is not None
-        group = 1 if tenant.algorithm is None else tenant.algorithm.group_size or 1
+        group = _group_size(tenant)
         if (tenant.environment.num_envs // group) % len(ranks):
             unit = "" if group == 1 else f" in groups of {group}"
             problems.append(
                 f"tenants.{name}.environment.num_envs={tenant.environment.num_envs}: {len(ranks)} ranks cannot share "
-                f"them equally{unit}; use a multiple of {group * len(ranks)}, or name fewer ranks with "
-                f"+placement.environments.{name}=[...]"
+                f"them equally{unit}; use a multiple of {group * len(ranks)}, or other ranks than "
+                f"placement.environments.{name}={list(ranks)}"
             )
     return problems
 
@@ -430,17 +462,17 @@ def _memory(config: NexusConfig, devices: Devices, figures: dict[str, Any], shar
         (offloaded if placement.backbone.cpu_offload else train).update(backbone)
         train["gathered"] = _gathered_bytes(config, held)
     train["heads"] = sum(t["weights_bytes"] + t["ema_bytes"] for t in tenants) // heads_shard
-    if heads_shard > 1:  # one tenant trains at a time: its head is gathered
+    if heads_shard > 1:  # the whole replicas, and the head of the tenant that trains, gathered
+        train["heads"] += sum(t["weights_bytes"] for t in tenants)
         train["heads"] += max((t["weights_bytes"] for t in tenants), default=0)
     train["optimizer"] = sum(t["gradient_bytes"] + t["adam_bytes"] for t in tenants) // heads_shard
     if devices.world_size > 1 and heads_shard == 1:  # the flat buffer of the one all_reduce
         train["reduction"] = max((t["gradient_bytes"] for t in tenants), default=0)
     serve = {"served heads": sum(t["served_bytes"] for t in tenants)}
-    if placement.inference.device == "training":
-        train |= serve
-        serve = {}
-    else:
+    if placement.inference.device != "training" or (shard > 1 and needs_whole_backbone(config)):
         serve["inference backbone"] = held["bytes"]
+    if placement.inference.device == "training":
+        train, serve = train | serve, {}
     queues = config.queues.training.max_gb_per_tenant * len(tenants)
     store = config.feature_store.budget_gb if config.feature_store.store == "memory" else 0.0
     budget = int((queues + store) * 1e9) * devices.ranks_per_node
@@ -481,21 +513,31 @@ def _added(a: dict[str, int], b: dict[str, int]) -> dict[str, int]:
     return {name: a.get(name, 0) + b.get(name, 0) for name in (*a, *(n for n in b if n not in a))}
 
 
-def _largest_part(use: DeviceUse) -> str:
-    name = max(use.parts, key=lambda part: use.parts[part])
-    return f"{name} ({gigabytes(use.parts[name])})"
-
-
-def _remedy(plan: Plan) -> str:
-    if plan.world_size == 1:
-        return "take a smaller backbone, or launch more ranks with placement=fsdp2"
-    if plan.shard == 1:
-        return "use placement=fsdp2 to shard the backbone"
-    if plan.shard < plan.world_size:
-        return f"shard over more ranks (placement.backbone.shard={plan.world_size})"
-    if plan.heads_shard == 1:
-        return f"shard the heads too (placement.heads.shard={plan.shard}), launch more ranks, or take fewer tenants"
-    return "launch more ranks, or take fewer tenants or a smaller backbone"
+def _memory_problem(plan: Plan, device: DeviceUse) -> str:
+    largest = max(device.parts, key=lambda part: device.parts[part])
+    if largest == "inference backbone" and plan.inference == "training":
+        remedy = (
+            "rollouts, evaluations and stored features need the backbone whole beside the shards: give it a device of "
+            "its own (placement.inference.device=cpu), or use features.reuse=never and eval.episodes=0 (sft)"
+        )
+    elif largest == "inference backbone":
+        remedy = (
+            "every rank has a copy of its own there; launch fewer ranks, or set placement.inference.device=training"
+        )
+    elif plan.world_size == 1:
+        remedy = "take a smaller backbone, or launch more ranks with placement=fsdp2"
+    elif plan.shard == 1:
+        remedy = "use placement=fsdp2 to shard the backbone"
+    elif plan.shard < plan.world_size:
+        remedy = f"shard over more ranks (placement.backbone.shard={plan.world_size})"
+    elif plan.heads_shard == 1:
+        remedy = f"shard the heads too (placement.heads.shard={plan.shard}), launch more ranks, or take fewer tenants"
+    else:
+        remedy = "launch more ranks, or take fewer tenants or a smaller backbone"
+    assert device.capacity_bytes is not None
+    needed, there_is = gigabytes(device.needed_bytes), gigabytes(device.capacity_bytes)
+    most = f"{largest} ({gigabytes(device.parts[largest])}) takes most"
+    return f"placement: {device.name} needs {needed} and has {there_is}; {most}; {remedy}"
 
 
 # --------------------------------------------------------------------------------------------------------------- texts

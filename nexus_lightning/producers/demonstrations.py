@@ -18,6 +18,7 @@ from nexus_lightning.config import AlgorithmConfig, AugmentationConfig, DatasetC
 from nexus_lightning.conventions import DatasetConverter
 from nexus_lightning.features.reuse import PassCounter
 from nexus_lightning.features.store import FeatureEntry, FeatureStore, StoreKey, dataset_revision
+from nexus_lightning.placement.shares import Share
 from nexus_lightning.producers.base import Producer
 from nexus_lightning.queues.jobs import JobState, Scheduler
 from nexus_lightning.queues.training import TrainingQueue
@@ -158,15 +159,21 @@ class DemonstrationReader:
         return len(self.dataset)
 
     def warm_up(
-        self, stopping: Callable[[], bool] = lambda: False, progress: Callable[[int], None] = lambda rows: None
+        self,
+        stopping: Callable[[], bool] = lambda: False,
+        progress: Callable[[int], None] = lambda rows: None,
+        share: Share | None = None,
     ) -> bool:
         """Make sure that the store holds all frames of all views, as far as it has room.
+
+        Ranks begin at different places (``share``): with a store on disk they find what others have written.
 
         Returns:
             False when ``stopping`` said so before the end.
         """
         assert self.entry is not None
-        return self.entry.warm_up(range(self.views), stopping, progress)
+        begin = 0.0 if share is None else (share.index or 0) / share.count
+        return self.entry.warm_up(range(self.views), stopping, progress, begin)
 
     def read(self, rows: Tensor, view: int = 0) -> TensorDict:
         """The batch ``[len(rows)]`` of these frames.
@@ -408,9 +415,14 @@ class DemonstrationStream:
     def __init__(self, reader: DemonstrationReader, seed: int) -> None:
         self.reader, self.order = reader, FrameOrder(len(reader), derive_seed(seed, "order"))
 
-    def read(self, start: int, count: int) -> TensorDict:
-        """``[count]`` samples; pass e over the data sees view e modulo the number of views."""
+    def read(self, start: int, count: int, here: Tensor | None = None) -> TensorDict:
+        """``[count]`` samples; pass e over the data sees view e modulo the number of views.
+
+        ``here``: only these of them, int64 places from 0 to ``count - 1``.
+        """
         rows, views = self.order.rows(start, count), self.order.epochs(start, count) % self.reader.views
+        if here is not None:
+            rows, views = rows[here], views[here]
         present = views.unique().tolist()
         if len(present) == 1:
             return self.reader.read(rows, present[0])
@@ -431,8 +443,10 @@ class DemonstrationProducer(Producer):
         on_failure: Callable[[str, str, str], None],
         on_progress: Callable[[str], None] = lambda text: None,
         warm_up: bool = True,
+        share: Share | None = None,
     ) -> None:
         super().__init__(slot.name, on_failure)
+        self.share = Share() if share is None else share
         self.slot, self.reader, self.scheduler, self.queue = slot, reader, scheduler, queue
         self.on_progress, self.warm_up = on_progress, warm_up
 
@@ -447,7 +461,7 @@ class DemonstrationProducer(Producer):
                 done += count
                 self.on_progress(f"features {done}/{total}")
 
-            if not self.reader.warm_up(self.stopping.is_set, progress):
+            if not self.reader.warm_up(self.stopping.is_set, progress, self.share):
                 return
             self.on_progress("")
         stream = DemonstrationStream(self.reader, self.slot.spec.seed)
@@ -455,11 +469,13 @@ class DemonstrationProducer(Producer):
         metadata: dict[str, Any] = {"features": kept}
         if not kept:  # jobs of other tenants with this key may share the actor's backbone passes
             metadata["encode"] = list(sharing_key(self.slot.spec.schema, self.reader.spec.kind))
+        here, padding = (None, None) if self.share.count == 1 else self._local_rows()
+        rows_here = rows_per_job if here is None else here.numel()
         position = self.slot.cursor
         while not self.stopping.is_set() and self.scheduler.wants_more(self.tenant):
             job = self.scheduler.reserve(
                 self.tenant,
-                rows_per_job,
+                rows_here,
                 domain=config.repo_id,
                 schema_signature=self.slot.spec.schema.signature,
                 metadata={**metadata, "cursor": position + 1},
@@ -468,10 +484,19 @@ class DemonstrationProducer(Producer):
                 self.scheduler.wait_for_room(self.tenant, timeout_s=0.5)
                 continue
             try:
-                batch = stream.read(position * rows_per_job, rows_per_job)
+                batch = stream.read(position * rows_per_job, rows_per_job, here)
+                if padding is not None:  # no step of them is valid
+                    batch["is_pad"] = batch["is_pad"] | padding.unsqueeze(-1)
                 self.queue.put(job.partition_id, batch, tenant_id=self.tenant)
                 self.scheduler.mark(job.job_id, JobState.READY)
             except Exception as error:
                 self.scheduler.fail(job.job_id, f"{type(error).__name__}: {error}")
                 raise
             position += 1
+
+    def _local_rows(self) -> tuple[Tensor, Tensor]:
+        """Places of this rank's rows in a job, int64, and which are padding."""
+        config = self.reader.config
+        rows, padding = self.share.padded_rows(config.batch_size)
+        starts = torch.arange(config.batches_per_job).unsqueeze(1) * config.batch_size
+        return (starts + rows).flatten(), padding.repeat(config.batches_per_job)

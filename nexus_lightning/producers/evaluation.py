@@ -96,6 +96,8 @@ def evaluate_policy(
     Raises:
         ValueError: an episode is listed twice.
     """
+    if not episodes:  # of several ranks' evaluators this one has no share
+        return []
     if len(set(episodes)) < len(episodes):
         raise ValueError(f"tenant {env.tenant!r}: evaluation: an episode (task, seed) is listed twice")
     env.set_episodes([seed for _, seed in episodes], [task for task, _ in episodes])
@@ -234,7 +236,8 @@ def save_recorded(env: SimulatorEnv, asked: Sequence[Episode], episodes: list[di
 class Evaluator:
     """Evaluates versions of one tenant on request; at most one waits (a newer one replaces it).
 
-    :meth:`request` may be called from any thread; :meth:`run_pending` runs in the thread that owns the simulators.
+    :meth:`request` may be called from any thread; :meth:`run_pending` runs in the thread that owns the simulators and
+    hands tenant, version, episodes and video to ``on_result``.
     """
 
     def __init__(
@@ -244,7 +247,7 @@ class Evaluator:
         served: ServedPolicies,
         server: TenantInferenceServer,
         episodes: list[Episode],
-        on_result: Callable[[EvalResult, Path | None], None],
+        on_result: Callable[[str, int, list[dict[str, Any]], Path | None], None],
         on_span: Callable[[float, float], None],
         clock: Callable[[], float],
         video_path: Path | None,
@@ -314,7 +317,7 @@ class Evaluator:
                 return
             if video_path is not None:
                 save_recorded(self.env, self.episodes, episodes, video_path)
-            self.on_result(summarise(self.tenant, version, episodes), video_path)
+            self.on_result(self.tenant, version, episodes, video_path)
         finally:
             self.env.record = ()
             self.env.pop_frames()

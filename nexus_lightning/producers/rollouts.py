@@ -21,6 +21,7 @@ from nexus_lightning.objectives.policy_gradient import (
     cut,
     next_values,
 )
+from nexus_lightning.placement.shares import Share
 from nexus_lightning.producers.base import Producer
 from nexus_lightning.producers.demonstrations import DemonstrationReader
 from nexus_lightning.producers.evaluation import Evaluator
@@ -63,6 +64,7 @@ class RolloutProducer(Producer):
         lease_deadline_s: float,
         reuse: bool,
         passes: PassCounter,
+        share: Share | None = None,
         warm_up: DemonstrationReader | None = None,
     ) -> None:
         super().__init__(slot.name, on_failure)
@@ -72,7 +74,9 @@ class RolloutProducer(Producer):
         self.served, self.server, self.scheduler, self.queue = served, server, scheduler, queue
         self.on_rollout, self.clock, self.lease_deadline_s = on_rollout, clock, lease_deadline_s
         self.reuse, self.passes, self.warm_up = reuse, passes, warm_up
+        self.share = Share() if share is None else share
         self.policy = server.client(slot.name, sample=True)
+        self.policy.noise_rows = (env.first_env, env.num_envs * self.share.count)
         self.policy.record_features = reuse
 
     def produce(self) -> None:
@@ -153,7 +157,9 @@ class RolloutProducer(Producer):
             self.scheduler.mark(job.job_id, JobState.NEEDS_ACTOR_FORWARD)
             return
         self.scheduler.mark(job.job_id, JobState.NEEDS_ADVANTAGES)
-        advantage_stage(self.scheduler, self.queue, self.slot, self.lease_deadline_s)
+        advantage_stage(
+            self.scheduler, self.queue, self.slot, self.lease_deadline_s, self.env.num_envs, self.share.count == 1
+        )
 
     def _bootstrap_values(self, rollout: TensorDict) -> torch.Tensor:
         """The critic of the state after each decision where the rollout was cut there, else 0; ``[N, L, 1]``."""
@@ -167,20 +173,63 @@ class RolloutProducer(Producer):
         return values
 
 
+class AbsentRolloutProducer(Producer):
+    """On a rank without simulators of the tenant (placement.environments): its jobs as they are elsewhere, no rows."""
+
+    def __init__(
+        self,
+        slot: TenantSlot,
+        served: ServedPolicies,
+        scheduler: Scheduler,
+        on_failure: Callable[[str, str, str], None],
+        lease_deadline_s: float,
+    ) -> None:
+        super().__init__(slot.name, on_failure)
+        self.slot, self.served, self.scheduler = slot, served, scheduler
+        self.lease_deadline_s = lease_deadline_s
+
+    def produce(self) -> None:
+        index = self.slot.cursor
+        while not self.stopping.is_set() and self.scheduler.wants_more(self.tenant):
+            job = self.scheduler.reserve(
+                self.tenant,
+                1,
+                behavior_policy_version=self.served.latest(self.tenant),
+                schema_signature=self.slot.spec.schema.signature,
+                metadata={"cursor": index + 1, "features": True, "absent": True},
+            )
+            if job is None:
+                self.scheduler.wait_for_room(self.tenant, timeout_s=0.2)
+                continue
+            self.scheduler.mark(job.job_id, JobState.NEEDS_ADVANTAGES)
+            staged = self.scheduler.lease_stage(JobState.NEEDS_ADVANTAGES, self.lease_deadline_s, tenant_id=self.tenant)
+            if staged is not None:  # else closed or taken out meanwhile
+                self.scheduler.mark(staged.job_id, JobState.READY)
+            index += 1
+
+
 def ended(following: TensorDict, algorithm: AlgorithmConfig) -> torch.Tensor:
     """After which decisions an episode is worth nothing more, bool ``[N, L, 1]``: its end, or the horizon as well."""
     return following["terminated"] if algorithm.bootstrap_truncated else following["done"]
 
 
-def advantage_stage(scheduler: Scheduler, queue: TrainingQueue, slot: TenantSlot, lease_deadline_s: float) -> None:
+def advantage_stage(
+    scheduler: Scheduler,
+    queue: TrainingQueue,
+    slot: TenantSlot,
+    lease_deadline_s: float,
+    num_envs: int,
+    normalize: bool = True,
+) -> None:
     """Advantages of the tenant's next job that waits for them, under a lease: metadata, data, derived columns, READY.
 
     Values are those that acted, or those of the actor-forward stage where there was one; the bootstrap at a cut is
     always the former: the observation after a cut does not travel. Does nothing when no job waits (its tenant was
-    quarantined, the run is over).
+    quarantined, the run is over). ``num_envs``: simulators of the rollout; ``normalize``: not with several ranks, where
+    the loop normalises over all of them.
     """
-    algorithm, environment = slot.spec.config.algorithm, slot.spec.config.environment
-    assert algorithm is not None and environment is not None
+    algorithm = slot.spec.config.algorithm
+    assert algorithm is not None
     job = scheduler.lease_stage(JobState.NEEDS_ADVANTAGES, lease_deadline_s, tenant_id=slot.name)
     if job is None:
         return
@@ -190,7 +239,7 @@ def advantage_stage(scheduler: Scheduler, queue: TrainingQueue, slot: TenantSlot
         fields += (PROXIMAL_VALUE,)
     meta = queue.get_meta(fields, job.sample_count, job.partition_id, "advantages")
     assert meta is not None, f"job {job.job_id} waits for advantages without its columns"
-    rollout = cast(TensorDict, queue.get_data(meta)).reshape(environment.num_envs, -1)
+    rollout = cast(TensorDict, queue.get_data(meta)).reshape(num_envs, -1)
     following = rollout.select("reward", "done", "terminated", EXECUTED)
     if with_critic:
         values = rollout["state_value"] = rollout[PROXIMAL_VALUE if algorithm.proximal else "state_value"]
@@ -198,7 +247,7 @@ def advantage_stage(scheduler: Scheduler, queue: TrainingQueue, slot: TenantSlot
             values, following["done"], ended(following, algorithm), rollout["bootstrap"]
         )
     rollout["next"] = following
-    queue.put(compute_advantages(rollout, algorithm).flatten(), metadata=meta)
+    queue.put(compute_advantages(rollout, algorithm, normalize).flatten(), metadata=meta)
     queue.ack(meta)
     scheduler.mark(job.job_id, JobState.READY, lease_id=job.lease_id)
 

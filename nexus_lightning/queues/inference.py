@@ -1140,7 +1140,8 @@ class TenantPolicyClient(TensorDictModuleBase):
     in the order of the calls: training can use them without another backbone pass.
 
     Sampling noise is drawn here, from ``generator``, never from a global generator: TorchRL's exploration type is not
-    consulted. Use one client per thread.
+    consulted. Use one client per thread. ``noise_rows = (first, total)`` says that the rows asked for are rows
+    ``first ...`` of ``total`` which several processes with equal generators share: each gets its own rows' noise.
 
     Args:
         server: the server.
@@ -1178,6 +1179,7 @@ class TenantPolicyClient(TensorDictModuleBase):
         self.generator = generator
         self._noise_shape = served.head.noise_shape
         self._session = _Session(sharing_key(served.schema, served.head.feature_spec.kind))
+        self.noise_rows: tuple[int, int] | None = None
         self.record_features = False
         self._features: list[VLAFeature] = []
         cameras = [("observation", "image", camera) for camera in served.schema.cameras]
@@ -1214,7 +1216,8 @@ class TenantPolicyClient(TensorDictModuleBase):
         observation = td.get("observation", None)
         noise = None
         if mode == "act" and self.sample:
-            noise = torch.randn(*td.batch_size, *self._noise_shape, generator=self.generator)
+            first, total = (0, td.batch_size[0]) if self.noise_rows is None else self.noise_rows
+            noise = torch.randn(total, *self._noise_shape, generator=self.generator)[first : first + td.batch_size[0]]
         return self.server.transport.submit(
             _Ask(
                 self._session,

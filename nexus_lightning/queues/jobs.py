@@ -245,10 +245,10 @@ class Scheduler:
     by ``ready_seq``); inside a tenant always ``ready_seq``. A tenant that joins late starts at the least share of the
     others, so it does not crowd them out. An expired lease gives its samples back.
     Staleness: ``lease_next`` drops a READY job when ``actor version - behavior_policy_version > max_policy_staleness``.
-    Blocks: ``lease_next`` (nothing ready) and ``wait_for_room`` (no admission), both with a timeout. Nothing else
-    blocks.
-    Wakes: a job that becomes ready, or whose lease is returned, wakes ``lease_next``; a job that ends and a tenant that
-    is stopped wake ``wait_for_room`` of that tenant; ``close`` wakes both.
+    Blocks: ``lease_next`` and ``wait_for_ready`` (nothing ready) and ``wait_for_room`` (no admission), all with a
+    timeout. Nothing else blocks.
+    Wakes: a job that becomes ready wakes the first two, one whose lease is returned ``lease_next``; a job that ends and
+    a tenant that is stopped wake ``wait_for_room`` of that tenant; ``close`` wakes all.
     Expiry: ``lease_next`` and ``lease_stage`` first return the leases whose deadline has passed; ``expire`` does it
     alone. A call that names an outdated ``lease_id`` raises :class:`LeaseLost`, so a job that two consumers held is
     trained once.
@@ -637,6 +637,21 @@ class Scheduler:
         with self._changed:
             ready = self._waiting[JobState.READY]
             return sum(map(len, ready.values())) if tenant_id is None else len(ready.get(tenant_id, ()))
+
+    def ready(self) -> list[Job]:
+        """Copies of the READY jobs, each tenant's oldest first."""
+        with self._changed:
+            return [_copy(job) for jobs in self._waiting[JobState.READY].values() for job in jobs.values()]
+
+    def wait_for_ready(self, after: int, timeout_s: float) -> int:
+        """Blocks until a job became ready since this method returned ``after`` (0 at first), or until the timeout.
+
+        Returns:
+            How many jobs have become ready so far.
+        """
+        with self._changed:
+            self._changed.wait_for(lambda: self._closed or self._seq["ready"] > after, timeout_s)
+            return self._seq["ready"]
 
     def in_flight(self, tenant_id: str) -> int:
         """Jobs of a tenant that are not ended."""

@@ -1,0 +1,153 @@
+"""Which rows of a tenant's global batch are this rank's, and what they weigh in its mean.
+
+The global batch and its minibatches are those of a run with one rank. A rank holds a contiguous block of the rows::
+
+    SFT: minibatch m of B rows      |  rank 0: ceil(B/W) rows  |  rank 1  | ... |  last: the rest + zero-weight rows |
+    RL:  N simulators x L decisions |  rank 0: simulators 0 .. N/W-1      | ... |
+
+PPO's minibatches are cut from one permutation of all the rows, drawn alike on every rank; a rank trains those of them
+that it holds, so every minibatch has the rows it has with one rank, and no row travels.
+
+The loss is the mean over the rows of the *global* minibatch: each rank multiplies its own mean by its share of what the
+mean is taken over (``weight here / weight on all ranks``), and the gradients are summed. A mean of means never occurs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import torch
+from tensordict import TensorDict
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Share:
+    """Part ``index`` of ``count`` equal parts; ``index`` None: this rank has none.
+
+    Example:
+        >>> Share(1, 2).block(8), Share().block(8), Share(None, 2).block(8)
+        ((4, 8), (0, 8), (0, 0))
+    """
+
+    index: int | None = 0
+    count: int = 1
+
+    def block(self, size: int) -> tuple[int, int]:
+        """First and past-the-last of ``size`` things, which ``count`` must divide."""
+        assert size % self.count == 0, "validated with the config"
+        if self.index is None:
+            return 0, 0
+        return self.index * size // self.count, (self.index + 1) * size // self.count
+
+    def padded_rows(self, batch_size: int) -> tuple[Tensor, Tensor]:
+        """This rank's rows of a batch, ``ceil(batch_size / count)`` on every rank.
+
+        Returns:
+            Their places in the batch, int64, and which are padding, bool; padding repeats the batch's last row.
+
+        Example:
+            >>> [part.tolist() for part in Share(1, 2).padded_rows(5)]
+            [[3, 4, 4], [False, False, True]]
+        """
+        assert self.index is not None
+        size = -(-batch_size // self.count)
+        rows = torch.arange(self.index * size, (self.index + 1) * size)
+        return rows.clamp(max=batch_size - 1), rows >= batch_size
+
+
+@dataclass(frozen=True)
+class Minibatch:
+    """This rank's part of one global minibatch.
+
+    Attributes:
+        rows: of the rank's own data, int64; may be empty.
+        shares: name of a mean -> weight of the rows here over the weight of the whole minibatch, in [0, 1].
+    """
+
+    rows: Tensor
+    shares: dict[str, float]
+
+
+#: Name of a mean -> weight of every row ``[N]`` in it.
+RowWeights = Mapping[str, Tensor]
+
+
+def cut_in_order(weights: Sequence[RowWeights], batch_size: int, rank: int) -> list[Minibatch]:
+    """Minibatch m is the m-th ``batch_size`` rows of every rank: the producers have cut the global batch and padded."""
+    counts = torch.stack([w.float() for w in weights[rank].values()]).sum(0) > 0  # padding weighs nothing
+    cut = torch.arange(len(counts)).split(batch_size)
+    return [Minibatch(rows[counts[rows]], _shares(weights, [rows] * len(weights), rank)) for rows in cut]
+
+
+def cut_permutation(
+    weights: Sequence[RowWeights], permutations: Sequence[Tensor], batch_size: int, rank: int
+) -> list[Minibatch]:
+    """Minibatches of permutations of all ranks' rows, those of rank 0 first.
+
+    Example:
+        >>> ones = [{"rows": torch.ones(2)}, {"rows": torch.ones(2)}]
+        >>> cut = cut_permutation(ones, [torch.tensor([3, 0, 1, 2])], 3, rank=0)
+        >>> [(part.rows.tolist(), round(part.shares["rows"], 2)) for part in cut]
+        [([0, 1], 0.67), ([], 0.0)]
+    """
+    sizes = [len(next(iter(w.values()))) for w in weights]
+    starts = torch.tensor([0, *sizes]).cumsum(0).tolist()
+    cut = []
+    for permutation in permutations:
+        for rows in permutation.split(batch_size):
+            by_rank = [rows[(rows >= a) & (rows < b)] - a for a, b in pairwise(starts)]
+            cut.append(Minibatch(by_rank[rank], _shares(weights, by_rank, rank)))
+    return cut
+
+
+def _shares(weights: Sequence[RowWeights], rows: Sequence[Tensor], rank: int) -> dict[str, float]:
+    shares = {}
+    for name in weights[rank]:
+        sums = [float(w[name][r].double().sum()) for w, r in zip(weights, rows, strict=True)]
+        shares[name] = sums[rank] / max(sum(sums), 1e-30)
+    return shares
+
+
+@dataclass(frozen=True)
+class Moments:
+    """Number, sum and sum of squares of one rank's values: enough for mean and deviation of all ranks' together."""
+
+    n: int
+    total: float
+    squares: float
+
+    @classmethod
+    def of(cls, values: Tensor) -> Moments:
+        values = values.double()
+        return cls(values.numel(), float(values.sum()), float(values.square().sum()))
+
+    @staticmethod
+    def normalize(values: Tensor, parts: Sequence[Moments], floor: float = 1e-6) -> Tensor:
+        """``(values - mean) / std`` over everybody's values, std at least ``floor``."""
+        n = sum(part.n for part in parts)
+        mean = sum(part.total for part in parts) / n
+        variance = max(0.0, sum(part.squares for part in parts) / n - mean**2)
+        return (values - mean) / max(variance**0.5, floor)
+
+
+def mean_of_rollouts(parts: Sequence[dict[str, float]]) -> dict[str, float]:
+    """Rollout metrics of all ranks -> those of the whole rollout: counts add up, the rest is a mean over episodes."""
+    counts = ("env_steps", "episodes")
+    merged = {
+        name: sum(part[name] for part in parts if name in part) for name in counts if any(name in p for p in parts)
+    }
+    for name in {name for part in parts for name in part} - set(counts):
+        values = [(part[name], part["episodes"]) for part in parts if name in part]
+        merged[name] = sum(v * n for v, n in values) / sum(n for _, n in values)
+    return merged
+
+
+def rows_of(data: TensorDict, rows: Tensor) -> TensorDict:
+    """``data[rows]``, without a copy when they are a run of neighbours."""
+    first = int(rows[0])
+    if bool((rows == torch.arange(first, first + len(rows))).all()):
+        return data[first : first + len(rows)]
+    return data[rows]

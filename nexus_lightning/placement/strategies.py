@@ -1,0 +1,96 @@
+"""How Lightning runs the module on several ranks: replicated (DDP), or with sharded parts (FSDP2).
+
+Neither wraps the module, and neither reduces a whole head's gradient by itself: which tenants train differs from step
+to step, and a reducer that is built once costs every tenant's bytes and misses a tenant that joins. The module's
+training step sums the active heads' gradients in one flat all_reduce (``MultiTenantModule._sum_gradients``).
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any, cast, override
+
+import torch
+import torch.distributed as dist
+from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+
+from nexus_lightning.config import PlacementConfig
+from nexus_lightning.memory import shard_units
+from nexus_lightning.module import MultiTenantModule
+from nexus_lightning.placement.plan import Plan
+from nexus_lightning.placement.sharding import needs_whole_backbone, shard_backbone, shard_head
+
+
+def make_strategy(plan: Plan, placement: PlacementConfig) -> Any:
+    """The plan's Lightning strategy; Lightning's own ``auto`` for one process."""
+    if plan.strategy == "single":
+        return "auto"
+    return TenantDDP() if plan.strategy == "ddp" else TenantFSDP2(plan, placement)
+
+
+class TenantDDP(DDPStrategy):
+    """Backbone and heads whole on every rank."""
+
+    @override
+    def configure_ddp(self) -> None:
+        """No wrapper. Heads are built from seeds, alike on every rank; a broadcast makes sure of it. The backbone is
+        frozen and comes from the same file or seed: it is not sent."""
+        broadcast_tenants(cast(MultiTenantModule, self.lightning_module))
+
+
+class TenantFSDP2(ModelParallelStrategy):
+    """Backbone copies in shards, heads whole or in shards. Tenants are saved and restored as payloads, by name."""
+
+    def __init__(self, plan: Plan, placement: PlacementConfig) -> None:
+        super().__init__(data_parallel_size=plan.world_size, tensor_parallel_size=1, save_distributed_checkpoint=False)
+        self.plan, self.placement = plan, placement
+
+    def shard(self, module: MultiTenantModule) -> None:
+        """Called by the module's ``configure_model``, before optimizers exist."""
+        assert module.runtime is not None
+        plan, device = self.plan, self.root_device.type
+        mesh = init_device_mesh(device, (plan.replicate, plan.shard), mesh_dim_names=("replicate", "shard"))
+        if needs_whole_backbone(module.runtime.config):
+            # the whole one is the inference server's and the readers'; the actor's shards are a copy
+            module.backbone = copy.deepcopy(module.runtime.backbone)
+        shard_backbone(module.backbone, shard_units(module.backbone), mesh["shard"], self.placement.backbone)
+        module.sharded_backbone = True
+        if plan.heads_shard > 1:
+            for slot in module.slots.values():
+                slot.replica = shard_head(slot.head, mesh)
+            module.build_objectives()
+
+    @property
+    @override
+    def restore_checkpoint_after_setup(self) -> bool:
+        """As with the other strategies: the module restores its slots when it configures their optimizers."""
+        return False
+
+    @override
+    def model_to_device(self) -> None:
+        super().model_to_device()
+        broadcast_tenants(cast(MultiTenantModule, self.lightning_module))
+
+    @override
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        return {}
+
+    @override
+    def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
+        """Nothing: the base class's would take a step with every optimizer that has not been used yet."""
+        return {}
+
+    @override
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        del weights_only
+        return torch.load(checkpoint_path, map_location="cpu", weights_only=True)
+
+
+def broadcast_tenants(module: MultiTenantModule) -> None:
+    """Rank 0's whole heads and normalisers on every rank."""
+    for part in (module.heads, module.normalizers):
+        for tensor in part.state_dict().values():
+            if not isinstance(tensor, DTensor):
+                dist.broadcast(tensor, 0)

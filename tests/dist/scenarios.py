@@ -1,0 +1,232 @@
+"""What the ranks of the tests do (imported by them, and by the test process for the runs with one rank)."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from models.heads.mlp import ChunkMLPHead
+from nexus_lightning.checkpoint import read_payload, resolve_payload
+from nexus_lightning.placement.control import Control, Ranks
+from nexus_lightning.trainer import train
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+
+
+def rank() -> int:
+    return int(os.environ.get("RANK", 0))
+
+
+def toy(folder: Path, *overrides: str, backbone: dict | None = None, jobs: int = 3) -> Any:
+    """The real configuration, shrunk; heads draw nothing in their loss unless a test says so."""
+    from hydra import compose, initialize_config_dir
+
+    from nexus_lightning.config import head_overrides, register_configs, to_config
+
+    register_configs()
+    with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
+        given = [f"output_dir={folder}/outputs", f"data_dir={folder}/data", "logger=csv"]
+        cfg = compose("config", overrides=[*given, "trainer.enable_progress_bar=false", *head_overrides([*overrides])])
+    config = to_config(cfg, head_dir=ROOT / "conf" / "head")
+    config.backbone = backbone or {"_target_": "fakes.FakeBackbone"}
+    for tenant in config.tenants.values():
+        tenant.eval = replace(tenant.eval, episodes=5, every_n_jobs=None, at_start=False, video=False)
+        tenant.target_jobs = jobs
+        tenant.max_in_flight = 1
+        tenant.head["state_noise"] = 0.0
+        if tenant.dataset is not None:
+            tenant.dataset.record.workers, tenant.dataset.record.episodes = 1, 6
+            tenant.dataset.batch_size, tenant.dataset.batches_per_job = 32, 4
+        if tenant.environment is not None and tenant.algorithm is not None:
+            tenant.environment.num_envs = 4
+    return config
+
+
+def result(summary: dict[str, Any]) -> dict[str, Any]:
+    """What a run left: tensors and counters of every tenant's payload, and its summary."""
+    run_dir = Path(summary["run_dir"])
+    payloads = {}
+    for name in summary["tenants"]:
+        if (run_dir / "tenants" / name).is_dir():
+            payload = read_payload(resolve_payload(run_dir / "tenants" / name))
+            payloads[name] = {"tensors": payload.tensors, "optimizer": payload.optimizer, "state": payload.state}
+    metrics = (run_dir / "metrics.csv").read_text() if (run_dir / "metrics.csv").exists() else ""
+    return {"summary": summary, "payloads": payloads, "metrics": metrics, "files": sorted(os.listdir(run_dir))}
+
+
+def run(folder: Path, *overrides: str, change: Callable[[Any], None] = lambda config: None, **kwargs: Any) -> dict:
+    config = toy(folder, *overrides, **kwargs)
+    change(config)
+    return result(train(config))
+
+
+# ------------------------------------------------------------------------------------------------- single scenarios
+
+
+def sft(folder: Path, *placement: str) -> dict:
+    return run(folder, "+tenants=[toy_sft]", "run_name=sft", *placement)
+
+
+def uneven(folder: Path, *placement: str) -> dict:
+    """A batch that two ranks cannot share equally, with clipping, from observations (no feature store)."""
+
+    def change(config: Any) -> None:
+        tenant = config.tenants["toy_sft"]
+        tenant.dataset.batch_size = 5
+        tenant.head["grad_clip_norm"] = 0.05
+        tenant.features.reuse = "never"
+
+    return run(folder, "+tenants=[toy_sft]", "run_name=uneven", *placement, change=change)
+
+
+def rl(folder: Path, *placement: str) -> dict:
+    return run(folder, "+tenants=[toy]", "run_name=rl", *placement)
+
+
+def grpo(folder: Path, *placement: str) -> dict:
+    """Rows that do not count, ratios per action, observations encoded again by the actor."""
+
+    def change(config: Any) -> None:
+        tenant = config.tenants["toy"]
+        tenant.algorithm.name, tenant.algorithm.group_size = "grpo", 2
+        tenant.algorithm.log_prob_level, tenant.algorithm.minibatch_size = "action", 10
+        tenant.environment.simulator["reward"] = "tracking"
+        tenant.features.reuse = "never"
+
+    return run(folder, "+tenants=[toy]", "run_name=grpo", *placement, change=change)
+
+
+def on_some(folder: Path) -> dict:
+    """A tenant's simulators on rank 1 alone."""
+    return run(folder, "+tenants=[toy]", "run_name=on_some", "+placement.environments.toy=[1]")
+
+
+class FailsOnRank1(ChunkMLPHead):
+    """Raises in its ninth loss, on rank 1 only (a test double)."""
+
+    def loss(self, features, state, actions, is_pad):
+        self.calls = getattr(self, "calls", 0) + 1
+        if self.calls == 9 and rank() == 1:
+            raise OSError("rank 1 ran out of luck")
+        return super().loss(features, state, actions, is_pad)
+
+
+class NaNOnRank1(ChunkMLPHead):
+    """Loss becomes NaN in the third job, on rank 1 only (a test double)."""
+
+    def loss(self, features, state, actions, is_pad):
+        self.calls = getattr(self, "calls", 0) + 1
+        losses = super().loss(features, state, actions, is_pad)
+        return {k: v * float("nan") for k, v in losses.items()} if self.calls == 9 and rank() == 1 else losses
+
+
+def beside(folder: Path, *placement: str) -> dict:
+    """A healthy tenant beside one that raises on a rank and one whose loss is NaN on a rank."""
+
+    def change(config: Any) -> None:
+        config.tenants["raises"].head["_target_"] = f"{__name__}.FailsOnRank1"
+        config.tenants["nan"].head["_target_"] = f"{__name__}.NaNOnRank1"
+
+    tenants = ["+tenants=[toy_sft]", "+tenant@tenants.raises=toy_sft", "+tenant@tenants.nan=toy_sft"]
+    return run(folder, *tenants, "run_name=beside", *placement, change=change, jobs=4)
+
+
+def alone(folder: Path, *placement: str) -> dict:
+    """The healthy tenant of :func:`beside` alone."""
+    return run(folder, "+tenants=[toy_sft]", "run_name=alone", *placement, jobs=4)
+
+
+def producer_fails(folder: Path) -> dict:
+    """Rank 1's simulators of one tenant break."""
+
+    def change(config: Any) -> None:
+        if rank() == 1:
+            config.tenants["toy"].environment.simulator["reward"] = "none such"
+
+    return run(folder, "+tenants=[toy,toy_sft]", "run_name=producer", change=change)
+
+
+def interrupted(folder: Path) -> dict:
+    """Rank 1 alone gets a SIGTERM after two jobs."""
+    import signal
+
+    from nexus_lightning.runtime import Runtime
+
+    complete = Runtime.complete
+
+    def complete_and_kill(self: Runtime, *args: Any) -> None:
+        complete(self, *args)
+        if self.job_index == 2 and rank() == 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    Runtime.complete = complete_and_kill  # type: ignore[method-assign]
+    try:
+        return run(folder, "+tenants=[toy_sft]", "run_name=interrupted", jobs=1000)
+    finally:
+        Runtime.complete = complete  # type: ignore[method-assign]
+
+
+def schedule_differs(folder: Path) -> str:
+    """Rank 1 thinks that it has trained something else."""
+    lease = Control._lease
+
+    def forgetful(self: Control, key: Any) -> Any:
+        job = lease(self, key)
+        if rank() == 1:
+            self._schedule.update(b"something else")
+        return job
+
+    Control._lease = forgetful  # type: ignore[method-assign]
+    try:
+        run(folder, "+tenants=[toy_sft]", "run_name=differs")
+    except RuntimeError as error:
+        return f"{type(error).__name__}: {error}"
+    finally:
+        Control._lease = lease  # type: ignore[method-assign]
+    return "nothing was noticed"
+
+
+def sent(folder: Path) -> dict:
+    """Bytes that one rank put into the gradient collective, and the numbers of parameters and tensors of each head."""
+    total, count, sum_gradients = [], [], Ranks.sum_gradients
+
+    def counted(self: Ranks, flat: torch.Tensor) -> None:
+        before = self.sent_bytes
+        sum_gradients(self, flat)
+        total.append(self.sent_bytes - before)
+
+    Ranks.sum_gradients = counted  # type: ignore[method-assign]
+    try:
+        done = run(folder, "+tenants=[toy_sft]", "+tenant@tenants.idle=toy_sft", "run_name=sent")
+    finally:
+        Ranks.sum_gradients = sum_gradients  # type: ignore[method-assign]
+    tensors = [v for k, v in done["payloads"]["toy_sft"]["tensors"].items() if k.startswith("head.")]
+    count = [sum(t.numel() for t in tensors), len(tensors)]
+    return {"bytes": total, "numel": count[0], "tensors": count[1]}
+
+
+def resume(folder: Path, run_dir: str | None, max_jobs: int | None, *placement: str) -> dict:
+    """Both tenants up to ``max_jobs``, from a checkpoint if ``run_dir`` is given."""
+
+    def change(config: Any) -> None:
+        config.ckpt_path, config.trainer.max_jobs = run_dir, max_jobs
+        config.tenants["toy"].target_jobs = config.tenants["toy_sft"].target_jobs = 4
+
+    return run(folder, "+tenants=[toy,toy_sft]", "run_name=resume", *placement, change=change)
+
+
+def several(folder: Path, *calls: tuple) -> dict[str, Any]:
+    """Scenarios one after the other in the same ranks: ``(key, name, *args)``."""
+    import nexus_lightning.trainer
+
+    nexus_lightning.trainer.write_report = lambda run_dir: None  # pictures take seconds
+    done = {}
+    for key, name, *args in calls:
+        print(f"=== {key}", flush=True)
+        done[key] = globals()[name](folder, *args)
+    return done
