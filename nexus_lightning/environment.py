@@ -173,7 +173,7 @@ class SimulatorEnv(EnvBase):
             raise ValueError(f"tenant {tenant!r}: max_resets and max_memory_gb restart processes, inline has none")
         super().__init__(batch_size=(num_envs,))
         self.simulators = task_configs(_plain(simulator), tasks)
-        self.task_names = task_names(simulator, tasks)
+        self._named_by = (simulator, tuple(tasks))
         self.schema = schema
         self.normalizer = copy.deepcopy(normalizer).cpu()
         self.num_envs = num_envs
@@ -220,6 +220,11 @@ class SimulatorEnv(EnvBase):
         if len(counts) != self.num_envs:
             raise ValueError(f"tenant {self.tenant!r}: episodes_started={list(counts)}: give {self.num_envs} counts")
         self._episodes_started = [int(c) for c in counts]
+
+    @property
+    def task_names(self) -> list[str]:
+        """What tables call the tasks (loads the simulator's class)."""
+        return task_names(*self._named_by)
 
     def set_episodes(self, seeds: Sequence[int] | None, tasks: Sequence[int] | None = None) -> None:
         """The next resets, of whichever env comes first, take exactly these episodes, each once.

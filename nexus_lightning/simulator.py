@@ -17,6 +17,7 @@ A row is an env of the batch. A worker has one of them and a :class:`Simulator`,
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import os
 import signal
@@ -24,7 +25,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
@@ -432,7 +433,8 @@ class SimulatorProcess:
             name=f"simulator-{tenant}-{index}",
             daemon=True,
         )
-        self._process.start()
+        with _stop_signal_blocked():
+            self._process.start()
         theirs.close()
 
     @property
@@ -517,6 +519,17 @@ def prepare_worker_process() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     if sys.platform == "linux":
         _end_only_for(os.getppid())
+
+
+@contextlib.contextmanager
+def _stop_signal_blocked() -> Iterator[None]:
+    """A process that starts in here inherits the mask in all its threads, also those that libraries start at import
+    (OpenBLAS does): one with the signal open would end the process."""
+    previous = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, previous)
 
 
 def _end_only_for(parent: int) -> None:
