@@ -7,7 +7,8 @@ import json
 import sys
 from functools import cache, partial
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import psutil
 import pytest
@@ -16,6 +17,7 @@ import yaml
 from nexus_lightning.config import ConfigError, NexusConfig, register_configs, to_config, validate
 from nexus_lightning.memory import estimate
 from nexus_lightning.placement.plan import Devices, resolve
+from nexus_lightning.placement.sharding import rank_problems
 
 ROOT = Path(__file__).resolve().parent.parent
 GB = 10**9
@@ -334,3 +336,20 @@ def test_the_script_refuses_with_two(script, capsys):
     assert "this launch has 2 ranks" in capsys.readouterr().err
     with pytest.raises(SystemExit, match="num_nodes"):
         script("num_nodes=0")
+
+
+def test_what_a_run_cannot_do_yet_is_refused_with_the_fix():
+    one, two = (cast(Any, SimpleNamespace(world_size=n)) for n in (1, 2))
+    config = composed("placement.inference.device=cpu")
+    assert rank_problems(config, one) == [
+        "placement.inference.device=cpu: a run serves on the training device; use training"
+    ]
+    config = composed("tenants.toy.algorithm.proximal=true", "tenants.toy.algorithm.sft_weight=0.1")
+    config.tenants["toy"].environment.tasks = ["plain", "mirrored"]
+    assert rank_problems(config, one) == []
+    keys = [problem.split("=")[0] for problem in rank_problems(config, two)]
+    assert keys == [
+        "tenants.toy.algorithm.sft_weight",
+        "tenants.toy.algorithm.proximal",
+        "tenants.toy.environment.tasks",
+    ]

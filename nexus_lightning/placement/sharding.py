@@ -67,10 +67,12 @@ def sharding_problems(config: NexusConfig, plan: Plan) -> list[str]:
 
 
 def rank_problems(config: NexusConfig, plan: Plan) -> list[str]:
-    """What several ranks cannot do together yet."""
+    """What a plan may hold and a run cannot do yet: alone, and with several ranks."""
+    problems, device = [], config.placement.inference.device
+    if device != "training":
+        problems.append(f"placement.inference.device={device}: a run serves on the training device; use training")
     if plan.world_size == 1:
-        return []
-    problems = []
+        return problems
     for name, tenant in config.tenants.items():
         algorithm, several = tenant.algorithm, f"is not built for several ranks (there are {plan.world_size})"
         if algorithm is not None and algorithm.name == "iql":
