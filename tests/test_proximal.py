@@ -172,7 +172,7 @@ def test_the_advantage_stage_reads_the_partition(proximal):
     scheduler.mark(job.job_id, JobState.NEEDS_ADVANTAGES)
     algorithm = AlgorithmConfig(gamma=gamma, gae_lambda=lam, proximal=proximal)
     config = SimpleNamespace(algorithm=algorithm, environment=SimpleNamespace(num_envs=2))
-    advantage_stage(scheduler, queue, SimpleNamespace(name="t", spec=SimpleNamespace(config=config)), 60)
+    advantage_stage(scheduler, queue, SimpleNamespace(name="t", spec=SimpleNamespace(config=config)), 60, 2)
     assert scheduler.get(job.job_id).state == JobState.READY
     out = queue.get_data(queue.get_meta(["advantage", "value_target", "sample_log_prob"], 4, job.partition_id, "train"))
     v = fresh if proximal else acted

@@ -20,6 +20,7 @@ from hydra.errors import MissingConfigException
 from test_cli import FAST
 
 from nexus_lightning.config import head_overrides, register_configs, to_config, validate
+from nexus_lightning.trainer import train
 
 ROOT = Path(__file__).resolve().parent.parent
 SWEEPS = sorted((ROOT / "conf" / "sweeps").glob("*.yaml"))
@@ -114,6 +115,7 @@ def test_a_proposal_trains_and_its_run_goes_on_after_a_resume(agent, tmp_path, m
     monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}:{os.environ['PATH']}")
     monkeypatch.setenv("PYTHONPATH", str(ROOT / "tests"))
     monkeypatch.setenv("WANDB_ERROR_REPORTING", "false")
+    monkeypatch.delenv("PYTHONDONTWRITEBYTECODE", raising=False)  # importing without bytecode takes twice as long
     monkeypatch.chdir(ROOT)
     process = agent(sweep, values, spawn=True)
     assert process.wait(timeout=300) == 0
@@ -123,13 +125,18 @@ def test_a_proposal_trains_and_its_run_goes_on_after_a_resume(agent, tmp_path, m
 
     monkeypatch.delenv("WANDB_RUN_ID")
     monkeypatch.delenv("WANDB_SWEEP_PARAM_PATH")
-    overrides = [f"{name}={value}" for name, value in (values | {"tenants.toy.target_jobs": 2}).items()]
-    again = [sys.executable, "train.py", *overrides, *FAST, f"ckpt_path={run_dir}"]
-    done = subprocess.run(again, cwd=ROOT, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
-    assert f"resumes run {RUN_ID}" in done.stdout + done.stderr and str(run_dir) in done.stdout
-    folders = list((run_dir / "wandb").glob(f"offline-run-*-{RUN_ID}"))
-    assert len(folders) >= 1 and len(list((run_dir / "wandb").glob("offline-run-*"))) == len(folders)
+    monkeypatch.delenv("WANDB_SWEEP_ID")
+    values |= {"tenants.toy.target_jobs": 2, "ckpt_path": str(run_dir)}
+    config = composed([f"{name}={value}" for name, value in values.items()])
+    config.backbone = {"_target_": "fakes.FakeBackbone"}
+    wandb = pytest.importorskip("wandb")
+    wandb.teardown()
+    summary = train(config)
+    wandb.teardown()
+    assert summary["run_dir"] == str(run_dir) and summary["tenants"]["toy"]["jobs_completed"] == 2
+    assert (run_dir / "wandb_run_id.txt").read_text().strip() == RUN_ID
+    folders = list((run_dir / "wandb").glob("offline-run-*"))
+    assert folders and all(folder.name.endswith(RUN_ID) for folder in folders)
 
 
 def multirun_lines() -> list[list[str]]:
@@ -234,7 +241,7 @@ for i in 0 1 2 3; do SLURM_PROCID=$i SLURM_LOCALID=$((i % 2)) SLURM_NODEID=$((i 
 for name in {recorded}; do echo "$name=${{!name}}"; done > {calls}/rank$RANK
 printf '%s\\n' "$@" >> {calls}/rank$RANK
 mkdir -p {tmp_path}/outputs/4711/checkpoints
-echo '"interrupted": ${{INTERRUPTED:-false}}' > {tmp_path}/outputs/4711/summary.json
+echo "\\"interrupted\\": ${{INTERRUPTED:-false}}" > {tmp_path}/outputs/4711/summary.json
 touch {tmp_path}/outputs/4711/checkpoints/last.ckpt
 """,
     )

@@ -43,6 +43,7 @@ from nexus_lightning.loop import Lease, LeaseGroup
 from nexus_lightning.memory import module_bytes
 from nexus_lightning.module import MultiTenantModule
 from nexus_lightning.monitoring.banner import text_table
+from nexus_lightning.placement.control import Ranks
 from nexus_lightning.queues.inference import ServedPolicies
 from nexus_lightning.queues.jobs import Job
 from nexus_lightning.queues.training import BatchMeta
@@ -142,6 +143,7 @@ class _Runtime:
     """What :meth:`MultiTenantModule.training_step` asks of a Runtime, without queues around it."""
 
     events = _Events()
+    ranks = Ranks()  # one
 
     def publish(self, slot: TenantSlot) -> None:
         """Timed apart: nothing is served while steps are timed."""
@@ -149,7 +151,7 @@ class _Runtime:
     def complete(self, slot: TenantSlot, lease: Lease, metrics: dict[str, float]) -> None:
         """There is no scheduler."""
 
-    def quarantine(self, tenant: str, reason: str, details: str) -> None:
+    def take_out(self, tenant: str, reason: str, details: str) -> None:
         raise RuntimeError(f"tenant {tenant!r}: {reason}\n{details}")
 
 
