@@ -168,7 +168,7 @@ def main(arguments: list[str] | None = None) -> int:
         options.json.write_text(json.dumps(document, indent=2, allow_nan=False) + "\n")
     if options.png is not None:
         options.png.parent.mkdir(parents=True, exist_ok=True)
-        figure(report, runs, options.out).savefig(options.png, dpi=110)
+        figure(report, runs).savefig(options.png, dpi=110)
     return 0
 
 
@@ -378,9 +378,8 @@ def table(report: dict[str, Any]) -> str:
     return text_table(head, rows)
 
 
-def figure(report: dict[str, Any], runs: list[Run], out: Path) -> Figure:
-    """Success against the tenant's jobs, a panel per tenant of every row; bars where there is one evaluation only."""
-    del out
+def figure(report: dict[str, Any], runs: list[Run]) -> Figure:
+    """Success against the tenant's jobs, a panel per tenant of every row."""
     panels = [(name, line) for name, row in report.items() for line in row["lines"]]
     columns = min(4, len(panels))
     height = math.ceil(len(panels) / columns)

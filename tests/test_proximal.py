@@ -12,6 +12,7 @@ import pytest
 import torch
 from fakes import FakeBackbone
 from tensordict import TensorDict
+from test_policy_gradient import SCHEMA, partition
 
 from models.heads.mlp import ChunkMLPHead
 from nexus_lightning.config import AlgorithmConfig, ConfigError, validate
@@ -25,10 +26,8 @@ from nexus_lightning.objectives.policy_gradient import (
 from nexus_lightning.producers.rollouts import advantage_stage
 from nexus_lightning.queues.jobs import JobState, Scheduler
 from nexus_lightning.queues.training import TrainingQueue
-from nexus_lightning.schema import Normalizer, TenantSchema
+from nexus_lightning.schema import Normalizer
 from nexus_lightning.trainer import train
-
-SCHEMA = TenantSchema(state_dim=3, action_dim=2, chunk=3, execute=3, gripper="none", state_normalization="identity")
 
 
 def objective_of(level: str = "chunk", name: str = "ppo") -> PolicyGradientObjective:
@@ -44,35 +43,12 @@ def moved(objective: PolicyGradientObjective, amount: float) -> None:
             parameter.add_(amount * torch.randn_like(parameter))
 
 
-def rollout_of(objective: PolicyGradientObjective, rows: int = 8) -> TensorDict:
-    features, state = FakeBackbone()(TensorDict({}, [rows]), ["push"] * rows, SCHEMA), torch.randn(rows, 3)
-    with torch.no_grad():
-        acted = objective.head.act(features, state, torch.randn(rows, 3, 2))
-    executed = torch.ones(rows, 3, dtype=torch.bool)
-    executed[0, 1:] = False
-    units = likelihood_units(acted["log_probs"], executed, "sum", objective.algorithm.log_prob_level)
-    return TensorDict(
-        {
-            "features": features,
-            "state": state,
-            "vla_action": TensorDict({"chunk": acted["chunk"]}, [rows]),
-            "executed": executed,
-            "state_value": acted["state_value"],
-            "sample_log_prob": units,
-            "counts": torch.ones(rows, 1, dtype=torch.bool),
-            "advantage": torch.randn(rows, 1),
-            "value_target": torch.randn(rows, 1),
-        },
-        [rows],
-    )
-
-
 @pytest.mark.parametrize("name", ["ppo", "grpo"])
 @pytest.mark.parametrize("level", ["chunk", "action", "token"])
 def test_the_decoupled_loss_equals_a_written_out_one(name, level):
     """behaviour -> (moved) proximal -> (moved) present policy; every unit on its own."""
     objective = objective_of(level, name)
-    data = rollout_of(objective)
+    data = partition(objective)
     behaviour = data["sample_log_prob"]
     moved(objective, 0.1)
     data.update(objective.actor_forward(data))
@@ -96,7 +72,7 @@ def test_the_decoupled_loss_equals_a_written_out_one(name, level):
 
 def test_with_a_fresh_rollout_it_is_ppo():
     objective = objective_of()
-    data = rollout_of(objective)
+    data = partition(objective)
     data.update(objective.actor_forward(data))
     torch.testing.assert_close(data["proximal_log_prob"], data["sample_log_prob"])
     torch.testing.assert_close(data["proximal_value"], data["state_value"])
@@ -112,7 +88,7 @@ def test_with_a_fresh_rollout_it_is_ppo():
 def test_a_stale_rollout_starts_unclipped():
     """What PPO cannot do: against the behaviour policy nearly everything is past the clip before the first step."""
     objective = objective_of()
-    data = rollout_of(objective, rows=64)
+    data = partition(objective, rows=64)
     moved(objective, 0.3)
     data.update(objective.actor_forward(data))
     decoupled = objective.loss(data, 0)

@@ -37,11 +37,9 @@ def backbone_of(name: str):
     return instantiate(LOCAL[name])
 
 
-@pytest.mark.parametrize(("name", "head_name"), PAIRS)
-def test_the_head_overfits_four_samples(name, head_name, monkeypatch):
-    """The loss falls ten times; features come from four different images and instructions."""
+def head_and_features(name: str, head_name: str, options: dict, monkeypatch):
+    """A new head, the backbone that it sits on, and what it reads of four samples; skips pairs that do not fit."""
     monkeypatch.setattr(models, "SCHEMA", SCHEMA)
-    options, steps, lr = HEADS[head_name]
     node = {**models._nodes("head")[head_name.split()[0]], **options}
     torch.manual_seed(0)
     built = models._try_build(get_class(node["_target_"]), node, LOCAL[name], backbone_of(name))
@@ -50,7 +48,15 @@ def test_the_head_overfits_four_samples(name, head_name, monkeypatch):
         pytest.skip(built)
     head, backbone = built
     spec, observation = head.feature_spec, random_observation(SCHEMA, len(TEXTS))
-    features = backbone(observation, TEXTS, SCHEMA, (spec.kind,)).select(spec).for_head()
+    return head, backbone, backbone(observation, TEXTS, SCHEMA, (spec.kind,)).select(spec)
+
+
+@pytest.mark.parametrize(("name", "head_name"), PAIRS)
+def test_the_head_overfits_four_samples(name, head_name, monkeypatch):
+    """The loss falls ten times; features come from four different images and instructions."""
+    options, steps, lr = HEADS[head_name]
+    head, backbone, fresh = head_and_features(name, head_name, options, monkeypatch)
+    features = fresh.for_head()
     state, actions = torch.randn(4, 4), torch.rand(4, 4, 3) * 2 - 1
     is_pad = torch.zeros(4, 4, dtype=torch.bool)
     optimizer = torch.optim.AdamW(head.parameters(), lr, fused=True)
@@ -78,17 +84,8 @@ REUSED = [
 @pytest.mark.parametrize(("name", "head_name"), REUSED)
 def test_kept_features_teach_what_fresh_ones_teach(name, head_name, monkeypatch):
     """Loss and gradients (supervised, and of the likelihood in rl) on features kept as float16, within 1 %."""
-    monkeypatch.setattr(models, "SCHEMA", SCHEMA)
     options = HEADS[head_name][0] if head_name in HEADS else {}
-    node = {**models._nodes("head")[head_name.split()[0]], **options}
-    torch.manual_seed(0)
-    built = models._try_build(get_class(node["_target_"]), node, LOCAL[name], backbone_of(name))
-    if isinstance(built, str):
-        assert "nothing in common" in built or "kind='layer_states'" in built, built
-        pytest.skip(built)
-    head, backbone = built
-    spec, observation = head.feature_spec, random_observation(SCHEMA, len(TEXTS))
-    fresh = backbone(observation, TEXTS, SCHEMA, (spec.kind,)).select(spec)
+    head, _, fresh = head_and_features(name, head_name, options, monkeypatch)
     kept = compact(fresh)
     assert all(v.dtype != torch.float32 for v in kept.values(True, True))
     state, actions = torch.randn(4, 4), torch.rand(4, 4, 3) * 2 - 1
