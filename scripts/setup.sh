@@ -3,6 +3,7 @@
 #
 #   scripts/setup.sh                everything (what `make setup` runs)
 #   scripts/setup.sh --system       system packages only (the part that needs root)
+#   scripts/setup.sh --browser      Chromium, for the tests of the operator page only (they are skipped without it)
 #   scripts/setup.sh --find-python  print the Python 3.12 that would be used, install nothing
 set -euo pipefail
 
@@ -251,9 +252,12 @@ install_all() {
 case ${1:-} in
     "") check_system; install_all ;;
     --system) check_system ;;
+    --browser)
+        [[ -x /usr/bin/chromium ]] || ! has_candidate chromium ||
+            as_root apt-get install -y -q --no-install-recommends chromium >/dev/null ;;
     --find-python)
         python=$(find_python)
         [[ -n $python ]] || die "no Python 3.12 found on PATH, under pyenv or by uv"
         echo "$python" ;;
-    *) sed -n '2,6s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"; [[ $1 == --help || $1 == -h ]] || exit 2 ;;
+    *) sed -n '2,7s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"; [[ $1 == --help || $1 == -h ]] || exit 2 ;;
 esac
