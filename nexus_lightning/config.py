@@ -227,6 +227,7 @@ class TrainingQueueConfig:
 class InferenceQueueConfig:
     max_batch_size: int = 64  # requests per batch at most (B)
     timeout_s: float = 0.005  # how long a batch waits for a session that may come back (T)
+    static_batch_size: int | None = None  # GPU: rows per backbone pass, replayed as CUDA graphs; null: as they come
 
 
 @dataclass
@@ -449,6 +450,8 @@ def validate(config: NexusConfig) -> None:
         problems += _tenant_problems(f"tenants.{name}", name, tenant, config, backbone)
     problems += _placement_problems(config)
     inference = config.queues.inference
+    if inference.static_batch_size is not None and inference.static_batch_size < 1:
+        problems.append(f"queues.inference.static_batch_size={inference.static_batch_size}: at least 1, or null")
     if inference.max_batch_size < 1:
         problems.append(f"queues.inference.max_batch_size={inference.max_batch_size}: must be at least 1")
     if not 0 <= inference.timeout_s < math.inf:

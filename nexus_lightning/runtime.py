@@ -96,6 +96,7 @@ class Runtime:
             self.served,
             max_batch_size=config.queues.inference.max_batch_size,
             timeout_s=config.queues.inference.timeout_s,
+            static_batch_size=config.queues.inference.static_batch_size,
             on_batch=self._on_batch,
         )
         self.status = RunStatus(

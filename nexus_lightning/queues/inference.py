@@ -44,6 +44,7 @@ from nexus_lightning.backbone import (
     sharing_key,
 )
 from nexus_lightning.checkpoint import tensors_digest
+from nexus_lightning.features.graphs import graphs_for, replaying, static_rows
 from nexus_lightning.head import ActionHead
 from nexus_lightning.schema import Normalizer, TenantSchema
 
@@ -764,15 +765,17 @@ class TenantInferenceServer(InferenceServer):
     A batch that raises (a prompt too long) is repeated request by request, so only the guilty one fails; so is a
     decode. Errors are ``ValueError`` for bad requests and ``RuntimeError`` for crashes, both naming the tenant.
 
-    CUDA graphs: the base class's ``static_batch_size`` captures ``model(requests)`` as a whole, and only its own
-    ``_serve_batch`` replays it. Ours tokenises and pads on the CPU inside the backbone call and picks heads by request,
-    which no graph can hold, so the option is not offered.
+    CUDA graphs: the base class's ``static_batch_size`` captures ``model(requests)`` as a whole, which cannot hold heads
+    that are picked per request. Here the option makes the backbone's passes static (:mod:`~.features.graphs`): rows are
+    filled up to a power of two, at most ``static_batch_size``, and the parts that the backbone names are replayed. On a
+    CPU it does nothing.
 
     Args:
         policies: backbone and published heads.
         max_batch_size: B, requests per batch at most.
         timeout_s: T, seconds; 0: never wait for anybody.
         max_rows: rows per backbone call at most; larger batches and requests are encoded in several calls.
+        static_batch_size: rows per backbone call at most on a GPU, where calls are replayed as CUDA graphs; None: not.
         on_batch: called in the worker thread after each batch (see :data:`OnBatch`); what it raises is logged.
 
     Raises:
@@ -788,10 +791,12 @@ class TenantInferenceServer(InferenceServer):
         max_batch_size: int = 64,
         timeout_s: float = 0.005,
         max_rows: int = 256,
+        static_batch_size: int | None = None,
         on_batch: OnBatch | None = None,
     ) -> None:
-        for name, value in {"max_batch_size": max_batch_size, "max_rows": max_rows}.items():
-            if value < 1:
+        sizes = {"max_batch_size": max_batch_size, "max_rows": max_rows, "static_batch_size": static_batch_size}
+        for name, value in sizes.items():
+            if value is not None and value < 1:
                 raise ValueError(f"queues.inference.{name}={value}: must be at least 1")
         if not 0 <= timeout_s < math.inf:
             raise ValueError(f"queues.inference.timeout_s={timeout_s}: must be a number of seconds, 0 or more")
@@ -804,7 +809,8 @@ class TenantInferenceServer(InferenceServer):
             policy_version_key=None,
         )
         self.policies = policies
-        self.max_rows = max_rows
+        self.graphs = graphs_for(policies.backbone.device, static_batch_size)
+        self.max_rows = max_rows if self.graphs is None else cast(int, static_batch_size)
         self.on_batch = on_batch
         self._counters: Counter[str] = Counter()
         self._stacks: dict[tuple[tuple[str, int, str], ...], _Stack] = {}
@@ -956,7 +962,13 @@ class TenantInferenceServer(InferenceServer):
         instructions = [text for p in pieces for text in p.request.instructions[p.start : p.stop]]
         self._count(backbone_calls=1)
         kinds = tuple(sorted({piece.request.served.head.feature_spec.kind for piece in pieces}))
-        features = self.policies.backbone(observation, instructions, schema, kinds)
+        if self.graphs is None:
+            features = self.policies.backbone(observation, instructions, schema, kinds)
+        else:
+            filled = [min(row, rows - 1) for row in range(static_rows(rows, self.max_rows))]  # with the last row again
+            with replaying(self.graphs):
+                features = self.policies.backbone(observation[filled], [instructions[i] for i in filled], schema, kinds)
+            features = features[:rows]
         if features.batch_size != (rows,):
             raise RuntimeError(f"backbone returned batch {list(features.batch_size)} for {rows} rows")
         tenants = {piece.request.served.tenant for piece in pieces}
