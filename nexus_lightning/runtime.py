@@ -397,6 +397,7 @@ class Runtime:
 
     def tick(self) -> None:
         """Refresh what the progress bar shows (queue depths); cheap."""
+        self.status.inference_waiting = self.server.waiting
         counts = self.scheduler.counts()
         states: dict[str, int] = {}
         for tenant in counts.values():

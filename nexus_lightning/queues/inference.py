@@ -567,6 +567,10 @@ class _Transport(InferenceTransport):
             self._away.discard(session)
             self._changed.notify()
 
+    @property
+    def waiting(self) -> int:
+        return len(self._queue)
+
     # server side; one worker
 
     def wait_for_work(self, timeout: float) -> None:
@@ -857,6 +861,11 @@ class TenantInferenceServer(InferenceServer):
             stats["rows_by_tenant"] = {name: f.rows for name, f in self._tenants.items() if f.rows}
             stats["tenants"] = {name: f.summary() | f.histograms() for name, f in self._tenants.items()}
         return stats
+
+    @property
+    def waiting(self) -> int:
+        """Requests in the queue."""
+        return self.transport.waiting
 
     def summary(self) -> dict[str, dict[str, Any]]:
         """Per tenant, since construction; None where nothing was counted.
