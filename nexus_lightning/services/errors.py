@@ -177,7 +177,9 @@ class FutureFailed(NexusError, RuntimeError):
     type = "future_failed"
     status = 0
 
-    def __init__(self, message: str, *args: Any, category: str = "unknown", reason: str = "future_failed", **kwargs: Any):
+    def __init__(
+        self, message: str, *args: Any, category: str = "unknown", reason: str = "future_failed", **kwargs: Any
+    ) -> None:
         super().__init__(message, *args, **kwargs)
         self.category = category
         self.reason = reason
