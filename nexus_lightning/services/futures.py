@@ -84,6 +84,7 @@ class Request:
     deadline_s: float | None = None
     workload_id: str | None = None
     status: str = "pending"
+    since_s: float = field(default_factory=time.monotonic)
 
 
 class _Log:
@@ -136,7 +137,7 @@ class Futures:
         self._wake = threading.Condition(self._lock)
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="requests")
         self._closed = False
-        #: Called with (verb, status, seconds since acceptance) at every end.
+        #: Called at every end with the request and how it ended.
         self.on_end: Callable[[Request, str], None] = lambda request, status: None
         self._keeper = threading.Thread(target=self._keep_time, name="deadlines", daemon=True)
         self._keeper.start()
@@ -250,12 +251,12 @@ class Futures:
                 deadline_s,
                 workload and workload[0],
             )
-            self._store.accept(request.future_id, tenant_id, seq, verb, digest, deadline_s, workload)
-            log_.ahead[seq] = self._live[request.future_id] = request
+            self._store.accept(future_id, tenant_id, seq, verb, digest, deadline_s, workload)
+            log_.ahead[seq] = self._live[future_id] = request
             self._in_flight[log_.owner_id] += 1
             self._watch(request)
             self._drain_soon(tenant_id, log_)
-            return _ticket(request.future_id, tenant_id, seq, request.status, request.workload_id)
+            return _ticket(future_id, tenant_id, seq, request.status, workload_id)
 
     def _repeated(self, tenant_id: str, seq: int, verb: str, digest: str) -> dict[str, Any]:
         row = self._store.request_at(tenant_id, seq)
@@ -275,8 +276,8 @@ class Futures:
             )
         if self._bytes[owner_id] > self.max_result_bytes:
             raise QuotaExceeded(
-                f"results of this account take {self._bytes[owner_id]} bytes, allowed are {self.max_result_bytes}: read "
-                "them, and they go after their grace time",
+                f"results of this account take {self._bytes[owner_id]} bytes, allowed are {self.max_result_bytes}: "
+                "read them, and they go after their grace time",
                 retryable=True,
             )
 
