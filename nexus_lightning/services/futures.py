@@ -240,17 +240,8 @@ class Futures:
             if seq >= log_.next + MAX_AHEAD:
                 raise Conflict(f"Nexus-Seq: {seq} is {seq - log_.next} ahead of {log_.next}, the next to be executed")
             self._check_quota(log_.owner_id)
-            request = Request(
-                "f" + secrets.token_hex(16),
-                tenant_id,
-                seq,
-                verb,
-                run,
-                long,
-                cancel,
-                deadline_s,
-                workload and workload[0],
-            )
+            future_id, workload_id = "f" + secrets.token_hex(16), workload and workload[0]
+            request = Request(future_id, tenant_id, seq, verb, run, long, cancel, deadline_s, workload_id)
             self._store.accept(future_id, tenant_id, seq, verb, digest, deadline_s, workload)
             log_.ahead[seq] = self._live[future_id] = request
             self._in_flight[log_.owner_id] += 1
