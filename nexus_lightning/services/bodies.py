@@ -80,6 +80,7 @@ class Workload(Body):
     dataset: Named | None = None
     environment: Environment | None = None
     algorithm: Object | None = None
+    features: Object | None = None
     eval: Object | None = None
     target_jobs: int | None = Field(None, ge=1, le=10_000_000)
 

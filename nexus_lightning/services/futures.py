@@ -139,8 +139,8 @@ class Futures:
         self._wake = threading.Condition(self._lock)
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="requests")
         self._closed = False
-        #: Called at every end with the request and how it ended.
-        self.on_end: Callable[[Request, str], None] = lambda request, status: None
+        #: Called at every end: the request, how it ended, seconds since it was accepted.
+        self.on_end: Callable[[Request, str, float], None] = lambda request, status, seconds: None
         self._keeper = threading.Thread(target=self._keep_time, name="deadlines", daemon=True)
         self._keeper.start()
 
@@ -343,7 +343,7 @@ class Futures:
             self._store.end(request.future_id, status, **content)
             for loop, event in self._waiters.pop(request.future_id, []):
                 _set_soon(loop, event)
-        self.on_end(request, status)
+        self.on_end(request, status, time.monotonic() - request.since_s)
         return True
 
     def cancel(self, owner_id: str, future_id: str) -> dict[str, Any]:

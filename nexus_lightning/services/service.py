@@ -34,7 +34,6 @@ from nexus_lightning.services.errors import (
     FutureCancelled,
     FutureFailed,
     InvalidRequest,
-    NexusError,
     NotFound,
     NotReady,
     QuotaExceeded,
@@ -47,6 +46,8 @@ from nexus_lightning.services.store import ENDED, Store
 log = logging.getLogger(__name__)
 
 Arrays = Mapping[str, np.ndarray]
+#: Open streams of metrics of one owner.
+MAX_STREAMS = 8
 
 
 @dataclass(frozen=True)
@@ -107,10 +108,13 @@ class Service:
         self._creating: Counter[str] = Counter()
         self._create_locks: dict[str, threading.Lock] = {}
         self._direct: Counter[str] = Counter()
+        self._streams: Counter[str] = Counter()
         # scope: the tenant (or owner) under which the master holds it; None: lost in a restart
         self._sessions: dict[str, tuple[str, str | None]] = {
             row["session_id"]: (row["owner_id"], None) for row in self.store.sessions()
         }
+        #: Called with the id of a deleted tenant.
+        self.on_delete: Callable[[str], None] = lambda tenant_id: None
         self._probe: tuple[float, Exception | None] = (0.0, None)
 
     # ---------------------------------------------------------------------------------------------- start, stop, health
@@ -269,6 +273,7 @@ class Service:
             self.master.delete_tenant(tenant_id)
         self.futures.close_tenant(tenant_id)
         self.store.drop_tenant(tenant_id)
+        self.on_delete(tenant_id)
         self.store.audit(account.owner_id, "delete_tenant", tenant_id, "ok")
 
     # -------------------------------------------------------------------------------------------------------- workloads
@@ -378,7 +383,20 @@ class Service:
         version = next(p for p in self.master.payloads(tenant_id) if p["policy_version"] == _version_of(path))
         return {**version, "url": f"/v1/tenants/{tenant_id}/payloads/{version['policy_version']}"}
 
-    # ------------------------------------------------------------------------------------------------------ direct calls
+    # ----------------------------------------------------------------------------------------------------- direct calls
+
+    @contextmanager
+    def stream(self, account: Account) -> Iterator[None]:
+        """An open stream of metrics; one owner may have :data:`MAX_STREAMS`."""
+        with self._lock:
+            if self._streams[account.owner_id] >= MAX_STREAMS:
+                raise QuotaExceeded(f"{MAX_STREAMS} streams of this account are open: close one", retryable=True)
+            self._streams[account.owner_id] += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._streams[account.owner_id] -= 1
 
     @contextmanager
     def _one_call(self, account: Account) -> Iterator[None]:
