@@ -124,7 +124,7 @@ class Futures:
         max_in_flight: int,
         max_result_bytes: int,
         grace_s: float,
-        threads: int = 16,
+        threads: int = 64,
         clock: Callable[[], float] = time.time,
     ) -> None:
         self._store, self._clock = store, clock

@@ -312,7 +312,7 @@ class Store:
     def workloads(self, tenant_id: str) -> list[dict[str, Any]]:
         """Workloads with status, result and error of their future, oldest first."""
         return self._read(
-            "SELECT workload_id, future_id, seq, spec, status, result, error, created_s, started_s, ended_s "
+            "SELECT workloads.workload_id, future_id, seq, spec, status, result, error, created_s, started_s, ended_s "
             "FROM workloads JOIN requests USING (future_id) WHERE workloads.tenant_id = ? ORDER BY seq",
             (tenant_id,),
         )
