@@ -190,6 +190,14 @@ class Master:
     def _leaving(self) -> bool:
         return self._stopping.is_set() or self.runtime.interrupted
 
+    def ping(self, timeout_s: float) -> None:
+        """Once through the actor's loop.
+
+        Raises:
+            TimeoutError: a job takes longer, or the loop hangs.
+        """
+        self.runtime.call(lambda: None).result(timeout_s)
+
     def capabilities(self) -> dict[str, Any]:
         """What a tenant can choose from."""
         registry, backbone = self.config.registry, self.module.backbone
@@ -239,7 +247,7 @@ class Master:
             payload: folder; None: the newest in the run folder, or a fresh tenant when there is none.
 
         Returns:
-            ``{"policy_version", "optimizer_steps"}``.
+            ``{"policy_version", "optimizer_steps", "ended"}``; ended: not saved in the middle of a workload.
 
         Raises:
             Conflict: the payload is of another backbone, head or schema.
@@ -249,7 +257,8 @@ class Master:
         path = payload if payload is not None else (self._payload_folder(tenant_id) if saved else None)
         self._join(tenant_id, config, None if path is None else read_payload(path))
         slot = self.runtime.slots[tenant_id]
-        return {"policy_version": slot.policy_version, "optimizer_steps": slot.optimizer_steps}
+        counters = {"policy_version": slot.policy_version, "optimizer_steps": slot.optimizer_steps}
+        return {**counters, "ended": slot.ended}
 
     def delete_tenant(self, tenant_id: str) -> None:
         """End its work, take it out of memory, remove its payloads and metrics. Others notice nothing."""

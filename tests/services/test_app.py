@@ -10,11 +10,13 @@ import time
 
 import numpy as np
 import pytest
+from fake_master import FakeMaster
 
 from nexus_lightning.services import app as app_module
 from nexus_lightning.services.bodies import TOY_SCHEMA
 from nexus_lightning.services.codec import MSGPACK, SAFETENSORS, Message, decode, encode
 from nexus_lightning.services.errors import InvalidRequest, NexusError, error_from_json
+from nexus_lightning.services.store import Store
 
 SPEC = {"name": "arm", "schema": TOY_SCHEMA, "head": {"name": "mlp"}}
 BATCH = {"observation/state": np.zeros((2, 4), np.float32), "action": np.ones((2, 2, 2), np.float32)}
@@ -62,7 +64,7 @@ def test_create_is_idempotent_and_transactional(served):
 
 
 def test_quota_of_tenants_and_deletion(serve):
-    served = serve(max_tenants=1)
+    served = serve(max_tenants_per_owner=1)
     first = create(served.alice)
     refused = served.alice.post("/v1/tenants", json={**SPEC, "name": "b"})
     assert (refused.status_code, refused.json()["error"]["type"]) == (403, "quota_exceeded")
@@ -260,7 +262,7 @@ def test_prometheus_counts_per_tenant_and_forgets_deleted_ones(served):
     result(served.alice, served.alice.post(f"/v1/tenants/{tenant}/training/save"))
     text = served.root.get("/metrics").text
     assert f'nexus_requests_total{{status="completed",tenant="{tenant}",verb="save"}} 1.0' in text
-    assert f'nexus_policy_version{{name="{tenant}"}} 0.0' in text and "nexus_http_seconds_bucket" in text
+    assert f'nexus_policy_version{{tenant="{tenant}"}} 0.0' in text and "nexus_http_seconds_bucket" in text
     served.nobody.request("BREW", f"/{tenant}")
     served.alice.delete(f"/v1/tenants/{tenant}")
     text = served.root.get("/metrics").text
@@ -312,7 +314,7 @@ def test_starting_and_stopping_say_so(served):
         raise TimeoutError("the loop does not answer")
 
     served.master.ping = broken
-    served.service._probe = (0.0, None)
+    served.service._probe = None
     assert served.nobody.get("/readyz").status_code == 503
     served.service.stop()
     assert served.alice.post("/v1/tenants", json=SPEC).status_code == 503
@@ -329,7 +331,7 @@ def test_a_slow_call_of_one_does_not_delay_another(served):
     assert result(served.alice, send(served.alice, f"/v1/tenants/{slow}/training/save"))
 
 
-def test_a_restart_brings_back_what_it_can_and_says_what_it_cannot(serve):
+def test_a_restart_brings_back_what_it_can_and_says_what_it_cannot(serve, monkeypatch):
     served = serve()
     tenant, broken = create(served.alice), create(served.alice, "broken")
     path = f"/v1/tenants/{tenant}/workloads"
@@ -362,6 +364,22 @@ def test_a_restart_brings_back_what_it_can_and_says_what_it_cannot(serve):
     assert alice.delete(f"/v1/tenants/{broken}").status_code == 204
     assert alice.get(f"/v1/tenants/{half}").status_code == 404, "its creation never ended: nobody was told its id"
     assert alice.post(f"/v1/environments/sessions/{session}/reset", json={"seed": 0}).status_code == 410
+    second = alice.post(path, json=body).json()
+    while served.master.tenants[tenant]["workload"] is None:
+        time.sleep(0.01)
+    served.close()
+
+    # killed between the end of the workload, which saved version 7, and the note in the store
+    store = Store(served.master.folder / "services")
+    store.set_first_version(second["workload_id"], 3)
+    store.close()
+    monkeypatch.setattr(FakeMaster, "restored_ended", True, raising=False)
+    served = serve()
+    served.tokens = tokens
+    alice = served.client("alice")
+    ended = alice.get(f"/v1/futures/{second['future_id']}?wait_s=20").json()
+    assert ended["status"] == "completed" and ended["result"]["jobs"] == 7
+    assert not any(call[0] == "submit" for call in served.master.calls), "it must not run again"
 
 
 def test_openapi_is_complete(served):
