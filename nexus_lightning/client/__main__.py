@@ -137,7 +137,7 @@ def _run(client: NexusClient, options: argparse.Namespace) -> None:
         texts = options.instruction * rows if len(options.instruction) == 1 else options.instruction
         answer = tenant.predict(observation, texts)
         if options.out:
-            np.savez(options.out, **{name.replace("/", "."): array for name, array in answer.items()})
+            np.savez(options.out, **{name.replace("/", "."): array for name, array in answer.items()})  # pyright: ignore[reportArgumentType]
         show({name: array.tolist() for name, array in answer.items() if name in ("action", "policy_version")}, as_json)
     else:
         getattr(tenant, verb)()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import json
 import os
@@ -18,7 +19,7 @@ import numpy as np
 from nexus_lightning.client.futures import NexusFuture, Workload, as_completed
 from nexus_lightning.client.http import FIRST_PAUSE_S, LONGEST_PAUSE_S, Call, Transport, error_of, message_of
 from nexus_lightning.services.codec import JSON, MSGPACK, Message, encode, flatten
-from nexus_lightning.services.errors import ConnectionLost, NexusError, NotFound, Unauthorized
+from nexus_lightning.services.errors import ConnectionLost, Gone, NexusError, NotFound, Unauthorized
 
 T = TypeVar("T")
 Named = str | Mapping[str, Any]
@@ -530,7 +531,9 @@ class Session:
         return self._act("batch_step", {"actions": np.asarray(actions, np.float32)})
 
     def close(self) -> None:
-        self._post("close", {})
+        """Give the simulator back; one that is gone already is no error."""
+        with contextlib.suppress(Gone, NotFound):
+            self._post("close", {})
 
     def _act(self, verb: str, arrays: Arrays) -> Message:
         answer = self._post(verb, {"request_seq": self._seq + 1}, arrays)
