@@ -127,13 +127,15 @@ class FakeMaster:
         path.mkdir(parents=True, exist_ok=True)
         (path / "head.safetensors").write_bytes(b"weights of " + tenant_id.encode())
         (path / "manifest.json").write_text("{}")
+        (path / "processors").mkdir(exist_ok=True)
+        (path / "processors" / "policy.json").write_text("{}")
         return path
 
     def payloads(self, tenant_id: str) -> list[dict]:
         self._of(tenant_id)
         folders = sorted((self.folder / "tenants" / tenant_id).glob("v*"))
         return [
-            {"policy_version": int(f.name[1:]), "name": f.name, "files": sorted(p.name for p in f.iterdir())}
+            {"policy_version": int(f.name[1:]), "name": f.name, "files": sorted(p.name for p in f.rglob("*.*"))}
             for f in folders
         ]
 

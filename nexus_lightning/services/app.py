@@ -11,11 +11,12 @@ from __future__ import annotations
 
 import functools
 import json
+import os
 import tarfile
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, BinaryIO, TypeVar
 
 import anyio
 from fastapi import Depends, FastAPI, Header, Query, Request
@@ -355,7 +356,8 @@ class _Routes:
         ) -> Response:
             folder = await self.run(service.payload, self.account(request), tenant_id, version)
             headers = {"Content-Disposition": f'attachment; filename="{tenant_id}-{folder.name}.tar"'}
-            return StreamingResponse(tar_stream(folder), media_type="application/x-tar", headers=headers)
+            stream = await self.run(tar_stream, folder)
+            return StreamingResponse(stream, media_type="application/x-tar", headers=headers)
 
         tar = {"application/x-tar": {"schema": {"type": "string", "format": "binary"}}}
         self.add("GET", one + "/payloads/{version}", get_payload, "A payload folder as a tar file.", tar)
@@ -614,15 +616,24 @@ async def _answer_error(request: Request, error: Exception) -> Response:
 
 
 def tar_stream(folder: Path) -> Iterator[bytes]:
-    """A tar of the files in ``folder`` (which has no subfolders), in pieces; times and owners are left out, so that the
-    same payload gives the same bytes."""
+    """A tar of the files below ``folder``, in pieces; times and owners are left out, so that the same payload gives the
+    same bytes. All files are opened here: the payload may be replaced by newer ones while it is sent."""
+    paths = sorted(path for path in folder.rglob("*") if path.is_file())
+    try:
+        files = [(str(path.relative_to(folder.parent)), path.open("rb")) for path in paths]
+    except FileNotFoundError as error:
+        raise NotFound(f"payload {folder.name}: was replaced by newer ones") from error
+    return _tar(files)
+
+
+def _tar(files: list[tuple[str, BinaryIO]]) -> Iterator[bytes]:
     total = 0
-    for path in sorted(folder.iterdir()):
-        info = tarfile.TarInfo(f"{folder.name}/{path.name}")
-        info.size = path.stat().st_size
-        header = info.tobuf()
-        yield header
-        with path.open("rb") as file:
+    for name, file in files:
+        with file:
+            info = tarfile.TarInfo(name)
+            info.size = os.fstat(file.fileno()).st_size
+            header = info.tobuf()
+            yield header
             while chunk := file.read(1 << 20):
                 yield chunk
         padding = bytes(-info.size % tarfile.BLOCKSIZE)
