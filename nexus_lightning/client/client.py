@@ -356,8 +356,8 @@ class Tenant:
     def forward_backward(
         self,
         observation: Arrays,
-        action: np.ndarray,
         instructions: Sequence[str],
+        action: np.ndarray | None = None,
         *,
         loss: str = "sft",
         loss_options: Mapping[str, Any] | None = None,
@@ -368,15 +368,14 @@ class Tenant:
 
         Args:
             observation: see the class.
-            action: ``[B, T, A]``.
             instructions: B texts.
-            loss: its name.
-            loss_options: its settings.
-            arrays: what the loss needs besides: ``mask``, ``advantage`` ...
+            action: ``[B, T, A]`` as the simulator takes it, for the losses that imitate.
+            loss: ``sft``, ``awr``, ``ppo``, ``grpo``, ``reinforce``.
+            loss_options: its settings, as ``algorithm`` in ``conf/tenant/*.yaml``.
+            arrays: what the loss needs besides: ``is_pad``, or ``chunk``, ``log_probs``, ``advantage`` ...
         """
         meta = {"instructions": list(instructions), "loss": loss, "loss_options": dict(loss_options or {}), **more}
-        batch = {**observation_arrays(observation), "action": np.asarray(action), **flatten(arrays or {})}
-        return self._future("training/forward_backward", meta, _meta, batch)
+        return self._future("training/forward_backward", meta, _meta, _batch(observation, action, arrays))
 
     def optim_step(
         self, *, lr: float | None = None, grad_clip_norm: float | None = None, **more: Any
@@ -388,8 +387,8 @@ class Tenant:
     def train_batch(
         self,
         observation: Arrays,
-        action: np.ndarray,
         instructions: Sequence[str],
+        action: np.ndarray | None = None,
         *,
         loss: str = "sft",
         loss_options: Mapping[str, Any] | None = None,
@@ -400,8 +399,7 @@ class Tenant:
         """:meth:`forward_backward` and :meth:`optim_step` (with ``options``) in one."""
         meta = {"instructions": list(instructions), "loss": loss, "loss_options": dict(loss_options or {}), **more}
         meta["options"] = dict(options or {})
-        batch = {**observation_arrays(observation), "action": np.asarray(action), **flatten(arrays or {})}
-        return self._future("training/train_batch", meta, _meta, batch)
+        return self._future("training/train_batch", meta, _meta, _batch(observation, action, arrays))
 
     def export_params(self) -> NexusFuture[dict[str, np.ndarray]]:
         """The head's parameters."""
@@ -558,6 +556,11 @@ def observation_arrays(observation: Arrays) -> dict[str, np.ndarray]:
     """Flat names, all below ``observation/``."""
     flat = flatten(observation)
     return {name if name.startswith("observation/") else f"observation/{name}": array for name, array in flat.items()}
+
+
+def _batch(observation: Arrays, action: np.ndarray | None, arrays: Arrays | None) -> dict[str, np.ndarray]:
+    imitated = {} if action is None else {"action": np.asarray(action)}
+    return {**observation_arrays(observation), **imitated, **flatten(arrays or {})}
 
 
 def _meta(message: Message) -> dict[str, Any]:

@@ -60,7 +60,7 @@ def tenant(client):
 
 def batch(value, rows=2):
     observation = {"state": np.zeros((rows, 4), np.float32)}
-    return observation, np.full((rows, 2, 2), value, np.float32), ["go"] * rows
+    return observation, ["go"] * rows, np.full((rows, 2, 2), value, np.float32)
 
 
 def end_soon(master, tenant_id, status="completed", **outcome):
@@ -115,8 +115,8 @@ def test_a_tenant_from_beginning_to_end(server, client):
     assert tenant.evaluate(4, environment="toy").result()["n"] == 4
     rolled = tenant.rollout(2, environment="toy").result()
     assert isinstance(rolled, Message) and rolled.meta == {"episodes": 2} and rolled.arrays["reward"].tolist() == [1, 1]
-    observation, action, texts = batch(1.0)
-    assert tenant.train_batch(observation, action, texts, options={"lr": 0.5}).result()["policy_version"] == 1
+    observation, texts, action = batch(1.0)
+    assert tenant.train_batch(observation, texts, action, options={"lr": 0.5}).result()["policy_version"] == 1
     assert tenant.predict(observation, texts)["action"].tolist() == [[-0.5] * 4] * 2
     assert tenant.export_params().result()["head/weight"].tolist() == [-0.5] * 4
     assert tenant.save().result() == {"policy_version": 1}
@@ -201,8 +201,8 @@ def test_the_operators_verbs(server):
 
 def test_futures_can_be_awaited(server, tenant):
     async def many():
-        observation, action, texts = batch(1.0)
-        futures = [tenant.train_batch(observation, action, texts) for _ in range(5)]
+        observation, texts, action = batch(1.0)
+        futures = [tenant.train_batch(observation, texts, action) for _ in range(5)]
         found = await asyncio.gather(*futures)
         arrays = await tenant.export_params()
         again = await futures[0]
