@@ -641,6 +641,7 @@ class Runtime:
         dataset: Any = None,
         stats: tuple[NormalizationStats, NormalizationStats] | None = None,
         resume: bool = False,
+        workload: str | None = None,
     ) -> None:
         """A tenant begins to work: registered anew, fresh optimizer and data, producers. All or nothing.
 
@@ -650,13 +651,14 @@ class Runtime:
             dataset: opened already, if the task needs one (see ``open_dataset``: it takes seconds).
             stats: of the dataset; they become the tenant's normalisation if nothing was trained with another one yet.
             resume: go on with the workload that the slot was saved in the middle of; ``config`` is that one's.
+            workload: its id, kept in the payload.
         """
         slot = self.slots[name]
         if self.scheduler.registered(name):  # low-level jobs that nobody has ended
             self.scheduler.unregister(name)
         try:
             if not resume:
-                slot.start_workload(config)
+                slot.start_workload(config, workload)
                 if stats is not None and slot.policy_version == 0:
                     slot.normalizer.load_state_dict(Normalizer(slot.spec.schema, *stats).state_dict())
                     self.served.renormalize(name, slot.normalizer)

@@ -495,13 +495,16 @@ class Scheduler:
 
     # ---- consumers -----------------------------------------------------------------------------------------------
 
-    def lease_stage(self, state_needed: JobState, deadline_s: float, *, tenant_id: str | None = None) -> Job | None:
+    def lease_stage(
+        self, state_needed: JobState, deadline_s: float, *, tenant_id: str | None = None, job_id: str | None = None
+    ) -> Job | None:
         """Leases the next job waiting for a preparation stage; does not block.
 
         Args:
             state_needed: ``NEEDS_ACTOR_FORWARD`` or ``NEEDS_ADVANTAGES``.
             deadline_s: the lease returns by itself after so many seconds.
             tenant_id: only jobs of this tenant.
+            job_id: only this job.
 
         Returns:
             The job in its ``COMPUTING_*`` state (highest priority, then ``created_seq``), or None.
@@ -515,7 +518,7 @@ class Scheduler:
             self._return_expired(self._clock())
             by_tenant = self._waiting[state_needed]
             tenants = by_tenant.values() if tenant_id is None else (by_tenant.get(tenant_id, {}),)
-            waiting = [job for jobs in tenants for job in jobs.values()]
+            waiting = [job for jobs in tenants for job in jobs.values() if job_id in (None, job.job_id)]
             if not waiting:
                 return None
             return self._lease(min(waiting, key=lambda job: (-job.priority, job.created_seq)), deadline_s)

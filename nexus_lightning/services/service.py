@@ -117,29 +117,23 @@ class Service:
             self.store.set_tenant(tenant_id, "lost", {"error": lost, "at_s": time.time()})
         self._tenants[tenant_id] = next(r for r in self.store.tenants() if r["tenant_id"] == tenant_id)
         restored = self._tenants[tenant_id]["restored"]
-        workloads = {w["workload_id"]: w for w in self.store.workloads(tenant_id)} if lost is None else {}
+        specs = {w["workload_id"]: w["spec"] for w in self.store.workloads(tenant_id)} if lost is None else {}
         for pending in self.futures.open_tenant(tenant_id, row["owner_id"]):
             pending["tenant_id"] = tenant_id
-            workload, request = workloads.get(pending["workload_id"]), None
-            if workload is not None:
+            request = None
+            if pending["workload_id"] in specs:
                 request = Request(
                     pending["future_id"],
                     tenant_id,
                     pending["seq"],
                     pending["verb"],
-                    self._run_workload(workload["spec"], resume=pending["status"] == "running"),
+                    self._run_workload(specs[pending["workload_id"]], resume=pending["status"] == "running"),
                     long=True,
                     cancel=lambda: self.master.cancel(tenant_id),
                     gap_by_s=time.time() + self.limits.sequence_gap_s,
                     deadline_s=pending["deadline_s"],
                     workload_id=pending["workload_id"],
                 )
-                first = workload["first_version"]
-                if restored["ended"] and first is not None and restored["policy_version"] > first:
-                    # the payload of its end is there, only the note that it ended is not: it must not run twice
-                    jobs = {"jobs": self.master.describe(tenant_id)["jobs_completed"]}
-                    result = Outcome({**jobs, **restored, "restored": True})
-                    request.run = lambda accepted, result=result: self.futures.complete(accepted.future_id, result)
             at = "not at all" if lost else f"at policy version {restored['policy_version']}"
             why = f"the server restarted before {pending['verb']} ended; the tenant came back {at}"
             self.futures.recover(request, pending, why)
@@ -287,12 +281,9 @@ class Service:
 
     def _run_workload(self, spec: dict[str, Any], resume: bool = False) -> Callable[[Request], None]:
         def run(request: Request) -> None:
-            tenant_id = request.tenant_id
-            if not resume:
-                assert request.workload_id is not None
-                version = self.master.describe(tenant_id)["policy_version"]
-                self.store.set_first_version(request.workload_id, version)
-            self.master.submit(tenant_id, spec, resume=resume, on_end=self._on_end(request.future_id))
+            # by its id the master knows after a restart which workload a payload was saved in
+            named = spec if spec["task"] == "eval" else {**spec, "workload_id": request.workload_id}
+            self.master.submit(request.tenant_id, named, resume=resume, on_end=self._on_end(request.future_id))
 
         return run
 

@@ -41,7 +41,7 @@ from nexus_lightning.config import (
 from nexus_lightning.services.errors import InvalidRequest
 
 TENANT_KEYS = ("name", "schema", "head", "seed", "priority", "weight", "max_in_flight", "max_policy_staleness")
-WORKLOAD_KEYS = ("task", "dataset", "environment", "algorithm", "features", "eval", "target_jobs")
+WORKLOAD_KEYS = ("task", "dataset", "environment", "algorithm", "features", "eval", "target_jobs", "workload_id")
 #: Largest values of a schema, so that a request cannot ask for a head of any size.
 SCHEMA_MOST = {"state_dim": 4096, "action_dim": 256, "chunk": 512, "image_size": 1024}
 MAX_CAMERAS, MAX_TEXT, MAX_DEPTH = 8, 2000, 8
@@ -194,6 +194,7 @@ class Compiler:
     def tenant(self, name: str, spec: Mapping[str, Any]) -> TenantConfig:
         """A tenant without a workload."""
         problems = _request_problems("spec", spec, TENANT_KEYS)
+        spec = _given(spec)
         if not problems and not isinstance(spec.get("schema"), Mapping):
             problems.append(
                 f"spec.schema: a mapping with {', '.join(f.name for f in fields(SchemaConfig))} is required"
@@ -217,6 +218,7 @@ class Compiler:
         """A tenant with a training workload (tasks sft, rl, offline_rl)."""
         what = "the workload cannot run"
         problems = _request_problems("workload", request, WORKLOAD_KEYS)
+        request = _given(request)
         if not problems and request.get("task") not in TASKS:
             problems.append(f"workload.task={request.get('task')!r}: choose one of {', '.join(TASKS)}, eval")
         if not problems and not isinstance(request.get("target_jobs"), int):
@@ -248,11 +250,12 @@ class Compiler:
         _refuse(what, problems)
         return typed
 
-    def environment(self, schema: SchemaConfig, asked: Any, key: str = "environment") -> EnvironmentConfig:
-        """Simulators of the registry for a tenant's schema."""
+    def environment(self, schema: SchemaConfig, asked: Any, fill: bool = True) -> EnvironmentConfig:
+        """Simulators of the registry for a tenant's schema; without ``fill`` as the entry has them."""
+        key = "environment"
         problems = _plain_problems(key, asked)
         _refuse("the environment cannot be used", problems)
-        values = self._environment(schema, key, asked, problems)
+        values = self._environment(schema, key, asked, problems, fill)
         _refuse("the environment cannot be used", problems)
         try:
             typed = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(EnvironmentConfig), values))
@@ -261,9 +264,11 @@ class Compiler:
         assert isinstance(typed, EnvironmentConfig)
         return typed
 
-    def _environment(self, schema: SchemaConfig, key: str, asked: Any, problems: list[str]) -> dict[str, Any]:
+    def _environment(
+        self, schema: SchemaConfig, key: str, asked: Any, problems: list[str], fill: bool = True
+    ) -> dict[str, Any]:
         values = self._choose("environments", key, asked, problems)
-        if values:
+        if values and fill:
             for argument in self.registry.environments[asked["name"]].from_schema:
                 given = getattr(schema, argument)
                 values["simulator"][argument] = list(given) if isinstance(given, list | tuple) else given
@@ -279,7 +284,7 @@ class Compiler:
         entry = entries[asked["name"]]
         values, paths = copy.deepcopy(entry.config), {path.rsplit(".", 1)[-1]: path for path in entry.allow}
         for name, value in asked.items():
-            if name == "name":
+            if name == "name" or value is None:
                 continue
             if name not in paths:
                 problems.append(f"{key}.{name}={value!r}: not to be set; may be set: {', '.join(paths) or 'nothing'}")
@@ -332,6 +337,11 @@ def _first_line(key: str, error: OmegaConfBaseException) -> str:
 def _refuse(what: str, problems: list[str]) -> None:
     if problems:
         raise InvalidRequest(what, problems)
+
+
+def _given(request: Any) -> dict[str, Any]:
+    """A request without the keys that are null: they are left out."""
+    return {k: v for k, v in request.items() if v is not None} if isinstance(request, Mapping) else {}
 
 
 def _request_problems(key: str, given: Any, known: tuple[str, ...]) -> list[str]:
