@@ -22,6 +22,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -57,6 +58,21 @@ MAX_STREAMS = 8
 READY_S, PROBE_WAIT_S = 120.0, 5.0
 
 
+@dataclass
+class _Session:
+    """An environment session as its owner's: the master holds it under ``scope``, a tenant or the owner; None: closed,
+    or lost in a restart."""
+
+    owner_id: str
+    scope: str | None = None
+    lease_s: float = 0.0
+    used_s: float = field(default_factory=time.monotonic)
+
+    @property
+    def open(self) -> bool:
+        return self.scope is not None and time.monotonic() - self.used_s < self.lease_s
+
+
 class Service:
     """Glue of accounts, futures, store and master; see the module docstring.
 
@@ -84,10 +100,7 @@ class Service:
         self._create_locks: dict[str, threading.Lock] = {}
         self._direct: Counter[str] = Counter()
         self._streams: Counter[str] = Counter()
-        # scope: the tenant (or owner) under which the master holds it; None: lost in a restart
-        self._sessions: dict[str, tuple[str, str | None]] = {
-            row["session_id"]: (row["owner_id"], None) for row in self.store.sessions()
-        }
+        self._sessions = {row["session_id"]: _Session(row["owner_id"]) for row in self.store.sessions()}
         #: Called with the id of a deleted tenant.
         self.on_delete: Callable[[str], None] = lambda tenant_id: None
         self._prober = ThreadPoolExecutor(1, thread_name_prefix="readiness")
@@ -325,6 +338,7 @@ class Service:
             elif row["status"] == "pending":
                 raise Conflict(f"workload {workload_id}: has not started: cancel it instead")
             else:
+                self.futures.wait_taken(row["future_id"])
                 getattr(self.master, action)(tenant_id)
         elif action != "cancel":
             raise Conflict(f"workload {workload_id}: has ended: {row['status']}")
@@ -430,9 +444,9 @@ class Service:
         if request.get("tenant_id") is not None:
             scope = self._active(account, request["tenant_id"])["tenant_id"]
         with self._lock:
-            mine = [1 for owner_id, held in self._sessions.values() if owner_id == account.owner_id and held]
-            if len(mine) + self._creating[account.owner_id] >= self.limits.max_sessions:
-                raise QuotaExceeded(f"this account has {len(mine)} environment sessions, its limit: close one")
+            mine = sum(session.open and session.owner_id == account.owner_id for session in self._sessions.values())
+            if mine + self._creating[account.owner_id] >= self.limits.max_sessions:
+                raise QuotaExceeded(f"this account has {mine} environment sessions, its limit: close one")
             self._creating[account.owner_id] += 1
         try:
             with self._one_call(account):
@@ -441,7 +455,7 @@ class Service:
             with self._lock:
                 self._creating[account.owner_id] -= 1
         self.store.add_session(opened["session_id"], account.owner_id)
-        self._sessions[opened["session_id"]] = (account.owner_id, scope)
+        self._sessions[opened["session_id"]] = _Session(account.owner_id, scope, opened["lease_s"])
         return opened
 
     def session(self, account: Account, session_id: str, verb: str, request: dict[str, Any], arrays: Arrays) -> Message:
@@ -449,21 +463,23 @@ class Service:
 
         Raises:
             NotFound: unknown, or another owner's.
-            SessionLost: its lease ran out, or the server was restarted.
+            SessionLost: closed, its lease ran out, or the server was restarted.
         """
-        owner_id, scope = self._sessions.get(session_id, (None, None))
-        if owner_id != account.owner_id:
+        session = self._sessions.get(session_id)
+        if session is None or session.owner_id != account.owner_id:
             raise NotFound(f"session {session_id}: unknown")
+        scope = session.scope
         if scope is None:
             raise SessionLost(f"session {session_id}: closed: open a new one and start the episode again")
         try:
             with self._one_call(account):
                 meta, found = getattr(self.master, f"session_{verb}")(scope, session_id, request, arrays)
-        except SessionLost:
-            self._sessions[session_id] = (account.owner_id, None)
-            raise
+        except (SessionLost, NotFound) as error:  # not found: it went with its tenant
+            session.scope = None
+            raise SessionLost(error.message) from error
+        session.used_s = time.monotonic()
         if verb == "close":
-            self._sessions[session_id] = (account.owner_id, None)
+            session.scope = None
         return Message(meta, dict(found))
 
     # --------------------------------------------------------------------------------------------------------- operator
@@ -514,7 +530,7 @@ class Service:
             "stats": json.loads(json.dumps(self.master.stats())),  # keys that are numbers become texts
             "tenants": tenants,
             "accounts": accounts,
-            "sessions": sum(scope is not None for _, scope in self._sessions.values()),
+            "sessions": sum(session.open for session in self._sessions.values()),
         }
 
 
