@@ -17,8 +17,6 @@ from nexus_lightning.services.errors import Conflict, InvalidRequest, NotFound, 
 
 
 class FakeMaster:
-    restored_ended = False  # what restore_tenant says
-
     def __init__(self, folder: Path) -> None:
         self.folder = Path(folder)
         self.ready = True
@@ -80,7 +78,7 @@ class FakeMaster:
             raise RuntimeError("damaged payload at /secret/path")
         self.create_tenant(tenant_id, spec)
         self.tenants[tenant_id]["policy_version"] = 7
-        return {"policy_version": 7, "optimizer_steps": 7, "ended": self.restored_ended}
+        return {"policy_version": 7, "optimizer_steps": 7}
 
     def delete_tenant(self, tenant_id: str) -> None:
         self._of(tenant_id)

@@ -52,6 +52,8 @@ log = logging.getLogger(__name__)
 
 #: A request may run ahead of the next number to execute by so many.
 MAX_AHEAD = 10_000
+#: How long stopping a long request waits for the master to have taken it.
+TAKEN_TIMEOUT_S = 60.0
 
 
 @dataclass(frozen=True)
@@ -87,6 +89,7 @@ class Request:
     workload_id: str | None = None
     status: str = "pending"
     since_s: float = field(default_factory=time.monotonic)
+    taken: threading.Event = field(default_factory=threading.Event)  # ``run`` has returned
 
 
 class _Log:
@@ -300,6 +303,7 @@ class Futures:
             if request.long:
                 self._store.start(request.future_id)
             outcome = request.run(request)
+            request.taken.set()
             if not request.long:
                 assert outcome is not None
                 self.complete(request.future_id, outcome)
@@ -341,6 +345,7 @@ class Futures:
             self._in_flight[log_.owner_id] -= 1
             self._bytes[log_.owner_id] += content.get("data_bytes", 0)
             self._store.end(request.future_id, status, **content)
+            request.taken.set()
             for loop, event in self._waiters.pop(request.future_id, []):
                 _set_soon(loop, event)
         self.on_end(request, status, time.monotonic() - request.since_s)
@@ -362,10 +367,23 @@ class Futures:
                 return self.show(owner_id, future_id)
             if not request.long:
                 raise Conflict(f"future {future_id}: {request.verb} is being executed and cannot be taken back")
-            cancel = request.cancel
-        assert cancel is not None
-        cancel()  # the master's own end follows through on_end
+            self._stop_long(request)
         return self.show(owner_id, future_id)
+
+    def _stop_long(self, request: Request) -> None:
+        """The master's own end follows through its ``on_end``."""
+        assert request.cancel is not None
+        self.wait_taken(request.future_id)
+        try:
+            request.cancel()
+        except Conflict:  # it has just ended
+            pass
+
+    def wait_taken(self, future_id: str) -> None:
+        """Until the master has taken a running request, or it has ended."""
+        request = self._live.get(future_id)
+        if request is not None:
+            request.taken.wait(TAKEN_TIMEOUT_S)
 
     def _watch(self, request: Request) -> None:
         for due_s in {request.gap_by_s, request.deadline_s} - {None}:
@@ -389,14 +407,17 @@ class Futures:
                     due = min([next_drop, *(deadline for deadline, _ in self._deadlines[:1])])
                     self._wake.wait(min(max(due - now, 0.01), 60.0))
                     continue
-            try:
-                for request in late:
-                    self._expire(request)
-                if now >= next_drop:
-                    next_drop = now + min(max(self.grace_s / 4, 0.05), 30.0)
-                    self._drop(now)
-            except Exception:
-                log.exception("deadlines and deliveries")  # for example a full disk: later ends are still worked off
+            for request in late:
+                self._guarded(self._expire, request)
+            if now >= next_drop:
+                next_drop = now + min(max(self.grace_s / 4, 0.05), 30.0)
+                self._guarded(self._drop, now)
+
+    def _guarded(self, action: Callable[[Any], None], value: Any) -> None:
+        try:
+            action(value)
+        except Exception:  # for example a full disk: the others are still worked off
+            log.exception("deadlines and deliveries")
 
     def _expire(self, request: Request) -> None:
         with self._lock:
@@ -419,7 +440,7 @@ class Futures:
                 error = DeadlineExceeded(text, category="unknown", reason="deadline_exceeded")
             self._end(request, "failed", error=future_error_to_json(error))
         if running and request.cancel is not None:
-            request.cancel()
+            self._stop_long(request)
 
     def _drop(self, now: float) -> None:
         for row in self._store.drop_delivered(now - self.grace_s):

@@ -262,7 +262,7 @@ class Master(LowLevelVerbs):
             payload: folder; None: the newest in the run folder, or a fresh tenant when there is none.
 
         Returns:
-            ``{"policy_version", "optimizer_steps", "ended"}``; ended: not saved in the middle of a workload.
+            ``{"policy_version", "optimizer_steps"}``.
 
         Raises:
             Conflict: the payload is of another backbone, head or schema.
@@ -271,8 +271,7 @@ class Master(LowLevelVerbs):
         path = self.latest_payload(tenant_id) if payload is None else payload
         self._join(tenant_id, config, None if path is None else read_payload(path))
         slot = self.runtime.slots[tenant_id]
-        counters = {"policy_version": slot.policy_version, "optimizer_steps": slot.optimizer_steps}
-        return {**counters, "ended": slot.ended}
+        return {"policy_version": slot.policy_version, "optimizer_steps": slot.optimizer_steps}
 
     def delete_tenant(self, tenant_id: str) -> None:
         """End its work, take it out of memory, remove its payloads and metrics. Others notice nothing."""

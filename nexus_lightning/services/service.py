@@ -22,6 +22,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -57,6 +58,21 @@ MAX_STREAMS = 8
 READY_S, PROBE_WAIT_S = 120.0, 5.0
 
 
+@dataclass
+class _Session:
+    """An environment session as its owner's: the master holds it under ``scope``, a tenant or the owner; None: closed,
+    or lost in a restart."""
+
+    owner_id: str
+    scope: str | None = None
+    lease_s: float = 0.0
+    used_s: float = field(default_factory=time.monotonic)
+
+    @property
+    def open(self) -> bool:
+        return self.scope is not None and time.monotonic() - self.used_s < self.lease_s
+
+
 class Service:
     """Glue of accounts, futures, store and master; see the module docstring.
 
@@ -84,10 +100,7 @@ class Service:
         self._create_locks: dict[str, threading.Lock] = {}
         self._direct: Counter[str] = Counter()
         self._streams: Counter[str] = Counter()
-        # scope: the tenant (or owner) under which the master holds it; None: lost in a restart
-        self._sessions: dict[str, tuple[str, str | None]] = {
-            row["session_id"]: (row["owner_id"], None) for row in self.store.sessions()
-        }
+        self._sessions = {row["session_id"]: _Session(row["owner_id"]) for row in self.store.sessions()}
         #: Called with the id of a deleted tenant.
         self.on_delete: Callable[[str], None] = lambda tenant_id: None
         self._prober = ThreadPoolExecutor(1, thread_name_prefix="readiness")
@@ -117,29 +130,23 @@ class Service:
             self.store.set_tenant(tenant_id, "lost", {"error": lost, "at_s": time.time()})
         self._tenants[tenant_id] = next(r for r in self.store.tenants() if r["tenant_id"] == tenant_id)
         restored = self._tenants[tenant_id]["restored"]
-        workloads = {w["workload_id"]: w for w in self.store.workloads(tenant_id)} if lost is None else {}
+        specs = {w["workload_id"]: w["spec"] for w in self.store.workloads(tenant_id)} if lost is None else {}
         for pending in self.futures.open_tenant(tenant_id, row["owner_id"]):
             pending["tenant_id"] = tenant_id
-            workload, request = workloads.get(pending["workload_id"]), None
-            if workload is not None:
+            request = None
+            if pending["workload_id"] in specs:
                 request = Request(
                     pending["future_id"],
                     tenant_id,
                     pending["seq"],
                     pending["verb"],
-                    self._run_workload(workload["spec"], resume=pending["status"] == "running"),
+                    self._run_workload(specs[pending["workload_id"]], resume=pending["status"] == "running"),
                     long=True,
                     cancel=lambda: self.master.cancel(tenant_id),
                     gap_by_s=time.time() + self.limits.sequence_gap_s,
                     deadline_s=pending["deadline_s"],
                     workload_id=pending["workload_id"],
                 )
-                first = workload["first_version"]
-                if restored["ended"] and first is not None and restored["policy_version"] > first:
-                    # the payload of its end is there, only the note that it ended is not: it must not run twice
-                    jobs = {"jobs": self.master.describe(tenant_id)["jobs_completed"]}
-                    result = Outcome({**jobs, **restored, "restored": True})
-                    request.run = lambda accepted, result=result: self.futures.complete(accepted.future_id, result)
             at = "not at all" if lost else f"at policy version {restored['policy_version']}"
             why = f"the server restarted before {pending['verb']} ended; the tenant came back {at}"
             self.futures.recover(request, pending, why)
@@ -287,12 +294,9 @@ class Service:
 
     def _run_workload(self, spec: dict[str, Any], resume: bool = False) -> Callable[[Request], None]:
         def run(request: Request) -> None:
-            tenant_id = request.tenant_id
-            if not resume:
-                assert request.workload_id is not None
-                version = self.master.describe(tenant_id)["policy_version"]
-                self.store.set_first_version(request.workload_id, version)
-            self.master.submit(tenant_id, spec, resume=resume, on_end=self._on_end(request.future_id))
+            # by its id the master knows after a restart which workload a payload was saved in
+            named = spec if spec["task"] == "eval" else {**spec, "workload_id": request.workload_id}
+            self.master.submit(request.tenant_id, named, resume=resume, on_end=self._on_end(request.future_id))
 
         return run
 
@@ -334,6 +338,7 @@ class Service:
             elif row["status"] == "pending":
                 raise Conflict(f"workload {workload_id}: has not started: cancel it instead")
             else:
+                self.futures.wait_taken(row["future_id"])
                 getattr(self.master, action)(tenant_id)
         elif action != "cancel":
             raise Conflict(f"workload {workload_id}: has ended: {row['status']}")
@@ -439,9 +444,9 @@ class Service:
         if request.get("tenant_id") is not None:
             scope = self._active(account, request["tenant_id"])["tenant_id"]
         with self._lock:
-            mine = [1 for owner_id, held in self._sessions.values() if owner_id == account.owner_id and held]
-            if len(mine) + self._creating[account.owner_id] >= self.limits.max_sessions:
-                raise QuotaExceeded(f"this account has {len(mine)} environment sessions, its limit: close one")
+            mine = sum(session.open and session.owner_id == account.owner_id for session in self._sessions.values())
+            if mine + self._creating[account.owner_id] >= self.limits.max_sessions:
+                raise QuotaExceeded(f"this account has {mine} environment sessions, its limit: close one")
             self._creating[account.owner_id] += 1
         try:
             with self._one_call(account):
@@ -450,7 +455,7 @@ class Service:
             with self._lock:
                 self._creating[account.owner_id] -= 1
         self.store.add_session(opened["session_id"], account.owner_id)
-        self._sessions[opened["session_id"]] = (account.owner_id, scope)
+        self._sessions[opened["session_id"]] = _Session(account.owner_id, scope, opened["lease_s"])
         return opened
 
     def session(self, account: Account, session_id: str, verb: str, request: dict[str, Any], arrays: Arrays) -> Message:
@@ -458,21 +463,23 @@ class Service:
 
         Raises:
             NotFound: unknown, or another owner's.
-            SessionLost: its lease ran out, or the server was restarted.
+            SessionLost: closed, its lease ran out, or the server was restarted.
         """
-        owner_id, scope = self._sessions.get(session_id, (None, None))
-        if owner_id != account.owner_id:
+        session = self._sessions.get(session_id)
+        if session is None or session.owner_id != account.owner_id:
             raise NotFound(f"session {session_id}: unknown")
+        scope = session.scope
         if scope is None:
             raise SessionLost(f"session {session_id}: closed: open a new one and start the episode again")
         try:
             with self._one_call(account):
                 meta, found = getattr(self.master, f"session_{verb}")(scope, session_id, request, arrays)
-        except SessionLost:
-            self._sessions[session_id] = (account.owner_id, None)
-            raise
+        except (SessionLost, NotFound) as error:  # not found: it went with its tenant
+            session.scope = None
+            raise SessionLost(error.message) from error
+        session.used_s = time.monotonic()
         if verb == "close":
-            self._sessions[session_id] = (account.owner_id, None)
+            session.scope = None
         return Message(meta, dict(found))
 
     # --------------------------------------------------------------------------------------------------------- operator
@@ -523,7 +530,7 @@ class Service:
             "stats": json.loads(json.dumps(self.master.stats())),  # keys that are numbers become texts
             "tenants": tenants,
             "accounts": accounts,
-            "sessions": sum(scope is not None for _, scope in self._sessions.values()),
+            "sessions": sum(session.open for session in self._sessions.values()),
         }
 
 

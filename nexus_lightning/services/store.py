@@ -55,7 +55,7 @@ CREATE TABLE IF NOT EXISTS requests (
 CREATE INDEX IF NOT EXISTS request_delivery ON requests(delivered_s) WHERE delivered_s IS NOT NULL AND dropped = 0;
 CREATE TABLE IF NOT EXISTS workloads (
     workload_id TEXT PRIMARY KEY, tenant_id TEXT NOT NULL REFERENCES tenants, future_id TEXT NOT NULL,
-    spec TEXT NOT NULL, created_s REAL NOT NULL, first_version INTEGER
+    spec TEXT NOT NULL, created_s REAL NOT NULL
 ) WITHOUT ROWID;
 CREATE TABLE IF NOT EXISTS sessions (
     session_id TEXT PRIMARY KEY, owner_id TEXT NOT NULL REFERENCES owners, created_s REAL NOT NULL
@@ -219,7 +219,7 @@ class Store:
             )
             if workload is not None:
                 db.execute(
-                    "INSERT INTO workloads VALUES (?, ?, ?, ?, ?, NULL)",
+                    "INSERT INTO workloads VALUES (?, ?, ?, ?, ?)",
                     (workload[0], tenant_id, future_id, _dump(workload[1]), now),
                 )
 
@@ -228,10 +228,6 @@ class Store:
             "UPDATE requests SET status = 'running', started_s = ? WHERE future_id = ? AND status = 'pending'",
             (time.time(), future_id),
         )
-
-    def set_first_version(self, workload_id: str, policy_version: int) -> None:
-        """Of the tenant when the workload began."""
-        self._write("UPDATE workloads SET first_version = ? WHERE workload_id = ?", (policy_version, workload_id))
 
     def end(
         self,
@@ -316,8 +312,8 @@ class Store:
     def workloads(self, tenant_id: str) -> list[dict[str, Any]]:
         """Workloads with status, result and error of their future, oldest first."""
         return self._read(
-            "SELECT workloads.workload_id, future_id, seq, spec, status, result, error, created_s, started_s, ended_s, "
-            "first_version FROM workloads JOIN requests USING (future_id) WHERE workloads.tenant_id = ? ORDER BY seq",
+            "SELECT workloads.workload_id, future_id, seq, spec, status, result, error, created_s, started_s, ended_s "
+            "FROM workloads JOIN requests USING (future_id) WHERE workloads.tenant_id = ? ORDER BY seq",
             (tenant_id,),
         )
 

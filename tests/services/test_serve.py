@@ -145,6 +145,83 @@ def test_two_train_and_one_evaluates_at_the_same_time_and_each_sees_its_own(serv
     assert shared > 0 and f'nexus_policy_version{{tenant="{ids["a"]}"}} 8.0' in text
 
 
+def test_low_level_verbs_queue_and_sessions(people):
+    bob, post = people["bob"], "POST"
+    low = bob.create("low", head={**HEAD, "log_std_init": -0.7})
+    environment = {"name": "toy"}
+    batch = {**OBSERVATION, "action": np.zeros((2, 2, 2), np.float32)}
+    text = {"instructions": ["push"] * 2}
+
+    def train(verb, meta=None, arrays=None, wait=True, **more):
+        ticket = bob(post, f"{ONE}/training/{verb}", low, json=meta or {}, arrays=arrays or {}, **more)
+        return bob.end(ticket) if wait else ticket
+
+    train("forward_backward", text, batch, wait=False, headers={"Nexus-Seq": "1"})
+    train("optim_step", {"lr": 0.01}, wait=False, headers={"Nexus-Seq": "2"})
+    loss = train("train_batch", text, batch)["loss:mean"]
+    assert np.isfinite(loss) and train("save")["policy_version"] == 2
+    params = train("export_params", wait=False)
+    bob.end(params)
+    weights = bob("GET", "/v1/futures/{future_id}/data", params["future_id"]).arrays
+    assert train("load", {"version": 2})["policy_version"] == 3
+    assert train("load", {}, weights)["policy_version"] == 4
+    assert bob("GET", ONE + "/payloads", low)["payloads"]
+
+    def direct(path, meta=None, arrays=None):
+        return bob(post, f"{ONE}/{path}", low, json=meta or {}, **({} if arrays is None else {"arrays": arrays}))
+
+    before = direct("inference/predict", text, OBSERVATION).arrays
+    bob.end(direct("inference/load_weights", {"version": 2}))
+    assert np.array_equal(direct("inference/predict", text, OBSERVATION).arrays["action"], before["action"])
+    rollout = direct("inference/rollout", {"environment": environment, "episodes": 2, "num_envs": 2})
+    assert len(bob.end(rollout)["success"]) == 2
+    rows = bob("GET", "/v1/futures/{future_id}/data", rollout["future_id"]).arrays
+    assert set(rows["episode"]) == {0, 1} and len(rows["reward"]) == len(rows["chunk"])
+
+    direct("queue/queue_put", {"partition_id": "mine"}, batch)
+    take = {"partition_id": "mine", "fields": ["action"], "task_name": "me"}
+    meta = direct("queue/queue_get_meta", take)
+    assert np.array_equal(direct("queue/queue_get", meta).arrays["action"], batch["action"])
+    direct("queue/queue_clear", {"partition_id": "mine"})
+    job = direct("scheduler/reserve", {"sample_count": 2, "metadata": {"instructions": "push"}})["job"]
+    direct("queue/queue_put", {"partition_id": job["partition_id"]}, batch)
+    direct("scheduler/mark", {"job_id": job["job_id"], "state": "ready"})
+    assert bob.end(direct("training/train_job", {"job_id": job["job_id"]}))["policy_version"] == 5
+    for verb in ("complete", "fail"):
+        job = direct("scheduler/reserve", {"sample_count": 1})["job"]
+        direct("scheduler/mark", {"job_id": job["job_id"], "state": "ready"})
+        leased = direct("scheduler/lease_next")["job"]
+        assert leased["job_id"] == job["job_id"]
+        more = {"reason": "x"} if verb == "fail" else {}
+        direct(f"scheduler/{verb}", {"job_id": job["job_id"], "lease_id": leased["lease_id"], **more})
+
+    long = direct("workloads", {**SFT, "target_jobs": 100_000})
+    control = ONE + "/workloads/{workload_id}"
+    for action in ("pause", "resume", "cancel"):
+        bob(post, f"{control}/{action}", low, long["workload_id"])
+    bob.end(long, "cancelled")
+    assert bob("GET", control, low, long["workload_id"])["status"] == "cancelled"
+    waiting = bob(post, ONE + "/export", low, headers={"Nexus-Seq": "1000"})
+    listed = bob(post, "/v1/futures/retrieve", json={"future_ids": [waiting["future_id"], long["future_id"]]})
+    assert [f["status"] for f in listed["futures"]] == ["pending", "cancelled"]
+    assert bob("DELETE", "/v1/futures/{future_id}", waiting["future_id"])["status"] == "cancelled"
+
+    root = "/v1/environments/sessions"
+    session = bob(post, root, json={"environment": environment, "tenant_id": low})["session_id"]
+    one = root + "/{session_id}"
+    start = bob(post, one + "/reset", session, json={"seed": 3})
+    assert start.arrays["state"].shape == (4,)
+    action = np.zeros(2, np.float32)
+    steps = [bob(post, one + "/step", session, json={"request_seq": 1}, arrays={"action": action}) for _ in range(2)]
+    assert np.array_equal(steps[0].arrays["state"], steps[1].arrays["state"]), "one step, answered twice"
+    actions = {"actions": np.zeros((3, 2), np.float32)}
+    assert bob(post, one + "/batch_step", session, json={"request_seq": 2}, arrays=actions).meta["steps"] <= 3
+    bob(post, one + "/close", session)
+    bob(post, one + "/reset", session, json={"seed": 3}, expect=410)
+    bob("DELETE", ONE, low)
+    bob("GET", ONE, low, expect=404)
+
+
 def test_killed_in_the_middle_a_workload_ends_as_if_it_had_not_been(server, root, people):
     alice = people["alice"]
     whole, cut = alice.create("whole"), alice.create("cut")
@@ -172,4 +249,15 @@ def test_killed_in_the_middle_a_workload_ends_as_if_it_had_not_been(server, root
     assert len(alice("GET", ONE + "/workloads", cut)["workloads"]) == 1
     assert alice.weights(cut) == alice.weights(whole)
     assert alice("GET", ONE, whole)["policy_version"] == 20, "of the others nothing is lost"
-    root("GET", "/v1/operator/overview")
+
+
+def test_no_route_was_left_out(root, people):
+    """Runs last in this module."""
+    people["carol"]("GET", "/v1/capabilities")
+    root("GET", "/v1/operator/tokens")
+    assert {row["action"] for row in root("GET", "/v1/operator/audit")["audit"]} >= {"create_token", "create_tenant"}
+    for path in ("/healthz", "/readyz"):
+        root("GET", path)
+    operations = {(m, p) for p, methods in root.http.get("/openapi.json").json()["paths"].items() for m in methods}
+    assert operations - Caller.called <= {("get", "/")}, "the page has tests of its own"
+    assert Caller.called <= operations
