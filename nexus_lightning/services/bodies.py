@@ -202,6 +202,9 @@ class QueueGetMeta(Body):
 class QueueGet(Body):
     """The rows of a delivery."""
 
+    model_config = _example(
+        metadata={"partition_id": "demo-1", "fields": ["action"], "rows": [0, 1], "task_name": "train", "delivery": 1}
+    )
     metadata: Delivery
 
 

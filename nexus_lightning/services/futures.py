@@ -71,8 +71,8 @@ class Request:
             called later (only with ``long``).
         long: ends later: the next number does not wait for its end.
         cancel: stops a running long one; None: its result is thrown away instead.
-        start_by_s: of the Unix epoch: it fails when it has not started by then.
-        deadline_s: the same for its end; None: it may take as long as it takes.
+        gap_by_s: of the Unix epoch: it fails when it waits for a missing number then.
+        deadline_s: the same when it has not ended by then; None: it may take as long as it takes.
     """
 
     future_id: str
@@ -82,7 +82,7 @@ class Request:
     run: Callable[[Request], Outcome | None]
     long: bool = False
     cancel: Callable[[], None] | None = None
-    start_by_s: float | None = None
+    gap_by_s: float | None = None
     deadline_s: float | None = None
     workload_id: str | None = None
     status: str = "pending"
@@ -213,7 +213,7 @@ class Futures:
         *,
         long: bool = False,
         cancel: Callable[[], None] | None = None,
-        start_by_s: float | None = None,
+        gap_by_s: float | None = None,
         deadline_s: float | None = None,
         workload: tuple[str, dict[str, Any]] | None = None,
     ) -> dict[str, Any]:
@@ -221,7 +221,7 @@ class Futures:
 
         Args:
             seq: None takes the lowest free number.
-            start_by_s, deadline_s: see :class:`Request`.
+            gap_by_s, deadline_s: see :class:`Request`.
             digest: of everything that makes two requests the same.
             workload: id and spec of the workload it submits.
 
@@ -245,7 +245,7 @@ class Futures:
                 raise Conflict(f"Nexus-Seq: {seq} is {seq - log_.next} ahead of {log_.next}, the next to be executed")
             self._check_quota(log_.owner_id)
             future_id, workload_id = "f" + secrets.token_hex(16), workload and workload[0]
-            request = Request(future_id, tenant_id, seq, verb, run, long, cancel, start_by_s, deadline_s, workload_id)
+            request = Request(future_id, tenant_id, seq, verb, run, long, cancel, gap_by_s, deadline_s, workload_id)
             self._store.accept(future_id, tenant_id, seq, verb, digest, deadline_s, workload)
             log_.ahead[seq] = self._live[future_id] = request
             self._in_flight[log_.owner_id] += 1
@@ -368,7 +368,7 @@ class Futures:
         return self.show(owner_id, future_id)
 
     def _watch(self, request: Request) -> None:
-        for due_s in {request.start_by_s, request.deadline_s} - {None}:
+        for due_s in {request.gap_by_s, request.deadline_s} - {None}:
             heapq.heappush(self._deadlines, (due_s, request.future_id))
             self._wake.notify()
 
@@ -403,14 +403,15 @@ class Futures:
             log_ = self._logs.get(request.tenant_id)
             if log_ is None or request.future_id not in self._live:
                 return
-            running = request.status == "running"
-            if running and (request.deadline_s is None or request.deadline_s > self._clock()):
-                return  # it was to start by now, and has
             missing = next((seq for seq in range(log_.next, request.seq) if seq not in log_.ahead), None)
-            if request.status == "pending" and missing is not None:
+            over = request.deadline_s is not None and request.deadline_s <= self._clock()
+            running = request.status == "running"
+            if not running and missing is not None:
                 text = f"Nexus-Seq: {request.seq} waited for {missing}, which did not come in time"
                 error = DeadlineExceeded(text, category="user", reason="sequence_gap", retryable=True)
-            elif request.status == "pending":
+            elif not over:
+                return  # the gap was filled in time
+            elif not running:
                 text = f"{request.verb} did not start in time"
                 error = DeadlineExceeded(text, category="server", reason="deadline_exceeded", retryable=True)
             else:

@@ -72,16 +72,19 @@ class RegistryConfig:
 @dataclass
 class LimitsConfig:
     max_tenants: int = 64  # of all owners
+    max_tenants_per_owner: int = 16
     max_memory_gb: float | None = None  # heads, optimizers and served copies together; null: what is free at the start
     max_priority: int = 1
     max_weight: float = 4.0
     max_body_mb: float = 64.0
     max_in_flight: int = 64  # unfinished futures of an owner
+    max_result_mb: float = 1024.0  # results of an owner that have not been read and dropped
     requests_per_s: float = 50.0  # of an owner
     max_sessions: int = 8  # environment sessions and rollouts, each with a simulator
     session_lease_s: float = 120.0  # a session without a call for so long is closed
-    future_grace_s: float = 3600.0  # how long a result can be fetched
-    deadline_s: float = 86400.0  # of a future
+    future_grace_s: float = 3600.0  # how long a result can be read again after it was read
+    sequence_gap_s: float = 300.0  # how long a request waits for a number before its own
+    deadline_s: float = 86400.0  # of a future, unless the request says; of a workload only what the request says
     metrics_history: int = 2000  # rows of metrics kept of a tenant
 
 
