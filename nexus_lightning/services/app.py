@@ -14,7 +14,7 @@ import json
 import os
 import tarfile
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any, BinaryIO, TypeVar
 
@@ -374,6 +374,7 @@ class _Routes:
             rows = await self.run(service.metrics, account, tenant_id, after)
             if not follow:
                 return Response(b"[" + b",".join(encode(Message(row), JSON) for row in rows) + b"]", media_type=JSON)
+            service.check_stream(account)
             events = self._events(account, tenant_id, rows, after)
             headers = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
             return StreamingResponse(events, media_type="text/event-stream", headers=headers)
@@ -626,7 +627,7 @@ def tar_stream(folder: Path) -> Iterator[bytes]:
     return _tar(files)
 
 
-def _tar(files: list[tuple[str, BinaryIO]]) -> Iterator[bytes]:
+def _tar(files: Sequence[tuple[str, BinaryIO]]) -> Iterator[bytes]:
     total = 0
     for name, file in files:
         with file:
