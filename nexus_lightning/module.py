@@ -356,7 +356,12 @@ class MultiTenantModule(L.LightningModule):
             batch = self._with_features([(slot, batch)])[0]
         with slot.rng.scope():
             losses = objective.loss(full_precision(batch), slot.jobs_completed)
-            self.manual_backward(_finite(slot, losses["loss"]))
+            loss = _finite(slot, losses["loss"])
+            try:
+                self.manual_backward(loss)
+            except Exception:
+                slot.head.zero_grad()  # half a gradient is none
+                raise
         return {name: float(value.detach()) for name, value in losses.items()}
 
     def step_with_gradients(self, slot: TenantSlot, lr: float | None, grad_clip_norm: float | None) -> float:

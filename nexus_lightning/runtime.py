@@ -69,6 +69,8 @@ class RunEnded(RuntimeError):
 class Runtime:
     """Owns the queues, the inference server, one producer per tenant and the run folder.
 
+    With one process tenants may join, work and leave while it runs: other threads ask for it through :meth:`call`.
+
     Lifecycle: built before ``fit``; :meth:`start` in ``on_train_start`` (after a checkpoint was restored); the loop
     calls :meth:`read`, :meth:`publish`, :meth:`complete`; :meth:`finish` runs the last evaluations; :meth:`close` ends
     every thread and process.
@@ -589,8 +591,8 @@ class Runtime:
         return future
 
     def run_commands(self) -> None:
-        """What :meth:`call` was given so far, in order."""
-        while self._commands:
+        """What :meth:`call` was given so far, in order; what comes meanwhile waits for the next job to pass."""
+        for _ in range(len(self._commands)):
             action, future = self._commands.popleft()
             if not future.set_running_or_notify_cancel():
                 continue
@@ -676,7 +678,9 @@ class Runtime:
                 elif config.eval.at_start and not slot.evaluations:
                     evaluator.request()
         except Exception:
-            self.end_workload(name, self.stop_workload(name))
+            self.stop_workload(name)
+            self._drop_data(name)
+            slot.ended = True
             raise
         self.producers += producers
         self.resting.discard(name)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import threading
 import weakref
 
 import pytest
@@ -20,6 +21,7 @@ from served import (
     toy_spec,
 )
 
+from nexus_lightning.queues.jobs import Scheduler
 from nexus_lightning.services.errors import Conflict, NotFound
 from nexus_lightning.services.spec import EntryConfig
 
@@ -57,6 +59,16 @@ def test_a_tenant_that_comes_trains_fails_and_leaves_changes_no_bit_of_another(s
         assert slot() is None, gc.get_referrers(slot())
         with pytest.raises(NotFound, match="unknown"):
             master.describe("a")
+
+
+def test_an_actor_that_waits_for_jobs_wakes_for_a_call_at_once():
+    scheduler = Scheduler()
+    waiting = threading.Thread(target=lambda: scheduler.lease_next({}, timeout_s=600.0, deadline_s=1.0))
+    waiting.start()
+    assert scheduler.lease_next({}, timeout_s=0.0, deadline_s=1.0) is None
+    scheduler.wake()
+    waiting.join(30)
+    assert not waiting.is_alive()
 
 
 def test_an_idle_run_starts_empty_wakes_for_a_call_and_ends_when_asked(serving):

@@ -557,8 +557,10 @@ class Scheduler:
                 if not dropped and first is not None:
                     return self._lease(first, deadline_s)
                 if not dropped:
-                    if self._woken or any(n in actor_versions for n in self._waiting[JobState.NEEDS_ACTOR_FORWARD]):
+                    if timeout_s > 0 and self._woken:  # a call that does not wait is not the one that was meant
                         self._woken = False
+                        return None
+                    if any(name in actor_versions for name in self._waiting[JobState.NEEDS_ACTOR_FORWARD]):
                         return None
                     remaining_s = end_s - self._clock()
                     if timed_out or remaining_s <= 0:
@@ -567,8 +569,7 @@ class Scheduler:
             self._announce(dropped)
 
     def wake(self) -> None:
-        """The waiting (or else the next) :meth:`lease_next` that finds nothing returns at once: its caller has other
-        work."""
+        """The waiting :meth:`lease_next` (or else the next one that would wait) returns: its caller has other work."""
         with self._changed:
             self._woken = True
             self._changed.notify_all()

@@ -25,7 +25,7 @@ import numpy as np
 import torch
 from tensordict import TensorDict
 
-from nexus_lightning.checkpoint import PayloadError, read_payload
+from nexus_lightning.checkpoint import Payload, PayloadError, read_payload
 from nexus_lightning.config import EnvironmentConfig, SchemaConfig
 from nexus_lightning.environment import SimulatorEnv, make_env
 from nexus_lightning.module import MultiTenantModule, NonFiniteLoss
@@ -213,10 +213,7 @@ class LowLevelVerbs:
         slot = self._free_slot(tenant_id)
         if not isinstance(source, int):
             return self._train(slot, 1, lambda: self._load_arrays(slot, source))
-        try:
-            payload = read_payload(self.payload_path(tenant_id, source))
-        except PayloadError as error:
-            raise NotFound(str(error)) from error
+        payload = self._read(tenant_id, source)
 
         def load() -> dict[str, Any]:
             kept = (slot.policy_version, slot.ended, slot.workload)
@@ -225,6 +222,12 @@ class LowLevelVerbs:
             return self._publish(slot)
 
         return self._train(slot, 1, load)
+
+    def _read(self, tenant_id: str, version: int) -> Payload:
+        try:
+            return read_payload(self.payload_path(tenant_id, version))
+        except PayloadError as error:
+            raise NotFound(f"tenant {tenant_id}: the payload of version {version} cannot be read") from error
 
     def _load_arrays(self, slot: TenantSlot, arrays: Arrays) -> dict[str, Any]:
         own = slot.tensors()
@@ -358,7 +361,7 @@ class LowLevelVerbs:
             pinned = None
         else:
             if version not in served.versions(tenant_id):
-                payload = read_payload(self.payload_path(tenant_id, version))
+                payload = self._read(tenant_id, version)
                 if version > served.latest(tenant_id):
                     raise NotFound(f"tenant {tenant_id}: version {version} is not served")
                 self._on_actor(lambda: served.load(tenant_id, version, *_saved_policy(slot, payload.tensors)))
@@ -422,7 +425,9 @@ class LowLevelVerbs:
             raise InvalidRequest(str(error)) from error
         if meta is None:
             return {"metadata": None}
-        self._tenant(tenant_id).deliveries[meta.delivery] = meta
+        tenant, there = self._tenant(tenant_id), set(self.runtime.queue.partitions(tenant_id))
+        tenant.deliveries = {n: m for n, m in tenant.deliveries.items() if m.partition_id in there}
+        tenant.deliveries[meta.delivery] = meta
         return {
             "metadata": {k: list(v) if isinstance(v, tuple) else v for k, v in asdict(meta).items() if k != "tenant_id"}
         }
@@ -439,9 +444,6 @@ class LowLevelVerbs:
         """Forget a partition of one's own."""
         self._free_slot(tenant_id)
         name = self._partition(tenant_id, partition_id)
-        deliveries = self._tenant(tenant_id).deliveries
-        for number in [n for n, meta in deliveries.items() if meta.partition_id == name]:
-            deliveries.pop(number, None)
         return {"bytes": self.runtime.queue.clear(name)}
 
     def reserve(

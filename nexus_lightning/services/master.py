@@ -36,14 +36,13 @@ from hydra.utils import instantiate
 from tensordict import TensorDict
 
 from nexus_lightning.backbone import Backbone
-from nexus_lightning.checkpoint import Payload, list_payloads, read_manifest, read_payload
+from nexus_lightning.checkpoint import Payload, PayloadError, list_payloads, read_manifest, read_payload
 from nexus_lightning.config import (
     ConfigError,
     EnvironmentConfig,
     TenantConfig,
     dataset_root,
     tenant_from_dict,
-    tenant_problems,
 )
 from nexus_lightning.environment import make_env
 from nexus_lightning.memory import Admission, free_bytes, head_memory, keep_freed_memory
@@ -265,11 +264,16 @@ class Master(LowLevelVerbs):
             ``{"policy_version", "optimizer_steps"}``.
 
         Raises:
-            Conflict: the payload is of another backbone, head or schema.
+            Conflict: the payload cannot be read, or is of another backbone or schema.
         """
         config = self.compiler.tenant(tenant_id, spec)
         path = self.latest_payload(tenant_id) if payload is None else payload
-        self._join(tenant_id, config, None if path is None else read_payload(path))
+        try:
+            read = None if path is None else read_payload(path)
+        except PayloadError as error:
+            log.exception("tenant %s: its payload cannot be read", tenant_id)
+            raise Conflict(f"tenant {tenant_id}: its payload cannot be read; the operator's log says why") from error
+        self._join(tenant_id, config, read)
         slot = self.runtime.slots[tenant_id]
         return {"policy_version": slot.policy_version, "optimizer_steps": slot.optimizer_steps}
 
@@ -295,7 +299,8 @@ class Master(LowLevelVerbs):
             del self._tenants[tenant_id]
             self.admission.release(tenant_id)
         shutil.rmtree(self._payload_folder(tenant_id), ignore_errors=True)
-        tenant.metrics.path.unlink(missing_ok=True)
+        for path in (tenant.metrics.path, self.config.run_dir / "videos" / f"{tenant_id}.mp4"):
+            path.unlink(missing_ok=True)
 
     def describe(self, tenant_id: str) -> dict[str, Any]:
         """What is known of a tenant now."""
@@ -333,6 +338,7 @@ class Master(LowLevelVerbs):
             self._joining.add(tenant_id)
         try:
             built = config if payload is None else self._saved_config(tenant_id, config, payload)
+            config = replace(config, head=built.head)
             memory = self._on_actor(lambda: self._build(tenant_id, built, payload))
             metrics = MetricLog(
                 self.config.run_dir / "metrics" / f"{tenant_id}.jsonl", self.config.limits.metrics_history
@@ -360,14 +366,15 @@ class Master(LowLevelVerbs):
         return needed
 
     def _saved_config(self, tenant_id: str, config: TenantConfig, payload: Payload) -> TenantConfig:
-        """The workload that a payload was saved in: it decides about optimizer and Q networks."""
+        """The workload that a payload was saved in: it decides about optimizer and Q networks. Its head is the one
+        that was trained, whatever the registry says today."""
         if payload.manifest["backbone_fingerprint"] != self.runtime.fingerprint:
             raise Conflict(
                 f"tenant {tenant_id}: its payload was trained on another backbone; start the server with that"
             )
         saved = tenant_from_dict(payload.manifest["config"], f"{payload.path}/manifest.json config")
-        if (saved.schema, saved.head) != (config.schema, config.head):
-            raise Conflict(f"tenant {tenant_id}: its payload has another schema or head than its spec")
+        if saved.schema != config.schema:
+            raise Conflict(f"tenant {tenant_id}: its payload has another schema than its spec")
         return replace(saved, seed=payload.manifest["seed"])
 
     # --------------------------------------------------------------------------------------------- workloads
@@ -389,7 +396,7 @@ class Master(LowLevelVerbs):
         """
         tenant = self._tenant(tenant_id)
         if isinstance(workload, Mapping) and workload.get("task") == "eval":
-            request = {key: workload[key] for key in workload if key not in ("task", "eval", "target_jobs")}
+            request = {key: value for key, value in workload.items() if key not in ("task", "eval", "workload_id")}
             return self.evaluate(tenant_id, {**request, **(workload.get("eval") or {})}, on_end)
         config = self.compiler.workload(tenant_id, tenant.config, workload)
         slot, workload_id = self._slot(tenant_id), workload.get("workload_id")
@@ -576,6 +583,9 @@ class Master(LowLevelVerbs):
                 numbers[key] = value
         if problems:
             raise InvalidRequest("the evaluation cannot run", problems)
+        asked = request.get("environment")
+        if isinstance(asked, Mapping) and "num_envs" not in request and type(asked.get("num_envs")) is int:
+            numbers["num_envs"] = asked["num_envs"]
         return self._environment(tenant_id, tenant, request.get("environment"), numbers["num_envs"]), numbers
 
     def _environment(self, tenant_id: str, tenant: _Tenant, asked: Any, num_envs: int) -> EnvironmentConfig:
@@ -592,7 +602,7 @@ class Master(LowLevelVerbs):
         else:
             raise InvalidRequest(f"environment: tenant {tenant_id} has no workload with one; name one")
         checked = replace(tenant.config, environment=environment)
-        if problems := tenant_problems("spec", tenant_id, checked, self.runtime.config):
+        if problems := self.compiler.problems("spec", tenant_id, checked):
             raise InvalidRequest("the tenant cannot act in this environment", problems)
         return environment
 

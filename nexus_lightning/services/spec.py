@@ -211,7 +211,7 @@ class Compiler:
         _refuse("the tenant's spec cannot be used", problems)
         values = {key: spec[key] for key in TENANT_KEYS if key in spec and key not in ("name", "head")}
         config = _typed({**values, "task": IDLE, "head": head, "eval": {"episodes": 0}}, "spec")
-        _refuse("the tenant's spec cannot be used", tenant_problems("spec", name, config, self.run_config))
+        _refuse("the tenant's spec cannot be used", self.problems("spec", name, config))
         return config
 
     def workload(self, name: str, tenant: TenantConfig, request: Mapping[str, Any]) -> TenantConfig:
@@ -246,9 +246,14 @@ class Compiler:
             problems.append(f"workload.eval.num_envs={typed.eval.num_envs}: at most {most:g}")
         if typed.eval.episodes > MAX_EPISODES:
             problems.append(f"workload.eval.episodes={typed.eval.episodes}: at most {MAX_EPISODES}")
-        problems += tenant_problems("workload", name, typed, self.run_config)
+        problems += self.problems("workload", name, typed)
         _refuse(what, problems)
         return typed
+
+    def problems(self, key: str, name: str, config: TenantConfig) -> list[str]:
+        """:func:`~nexus_lightning.config.tenant_problems`, without saying where on the server the data lies."""
+        folder = str(Path(self.run_config.data_dir))
+        return [problem.replace(folder, "data") for problem in tenant_problems(key, name, config, self.run_config)]
 
     def environment(self, schema: SchemaConfig, asked: Any, fill: bool = True) -> EnvironmentConfig:
         """Simulators of the registry for a tenant's schema; without ``fill`` as the entry has them."""
@@ -301,16 +306,17 @@ class Compiler:
         return values
 
     def _share_problems(self, spec: Mapping[str, Any]) -> list[str]:
-        most = {
-            "priority": self.limits.max_priority,
-            "weight": self.limits.max_weight,
-            "max_in_flight": MAX_IN_FLIGHT,
-            "seed": 2**62,
+        bounds = {
+            "priority": (-100, self.limits.max_priority),
+            "weight": (1e-3, self.limits.max_weight),
+            "max_in_flight": (1, MAX_IN_FLIGHT),
+            "max_policy_staleness": (0, 1000),
+            "seed": (0, 2**62),
         }
         return [
-            f"spec.{key}={spec[key]!r}: a number of at most {limit:g}"
-            for key, limit in most.items()
-            if spec.get(key) is not None and not (isinstance(spec[key], int | float) and spec[key] <= limit)
+            f"spec.{key}={spec[key]!r}: a number from {least:g} to {most:g}"
+            for key, (least, most) in bounds.items()
+            if key in spec and not (isinstance(spec[key], int | float) and least <= spec[key] <= most)
         ]
 
 

@@ -4,16 +4,12 @@ from __future__ import annotations
 
 import json
 import math
-import multiprocessing
-import os
-import signal
 import threading
 
 import numpy as np
 import pytest
 import torch
 from served import (
-    JOBS,
     Ending,
     make_config,
     running,
@@ -84,7 +80,7 @@ def sft_batch(rows: int = 3, seed: int = 0) -> dict[str, np.ndarray]:
         ({"schema": {"state_dim": 4, "action_dim": 2, "chunk": 2, "execute": 2, "colour": 1}}, "colour"),
         ({"schema": {"state_dim": 4, "action_dim": 2, "chunk": 10**6, "execute": 2}}, "at most 512"),
         ({"schema": {"prompt": "${oc.env:HOME} {instruction}"}}, "without ${...}"),
-        ({"priority": 99}, "at most 1"),
+        ({"priority": 99}, "from -100 to 1"),
         ({"owner": "root"}, "unknown key"),
     ],
 )
@@ -381,68 +377,3 @@ def test_environment_sessions_belong_to_their_scope_and_end_with_their_lease(sha
     with pytest.raises(SessionLost):
         shared.session_reset("s", session, {"seed": 0}, {})
     shared.delete_tenant("s")
-
-
-# -------------------------------------------------------------------------------------------------- kill and resume
-
-
-def _killed_in_its_third_job(config) -> None:
-    """Child process: kill -9 after the third job, one job after the last payload."""
-    from nexus_lightning.services.master import Master
-
-    torch.set_num_threads(1)
-    master = Master(config)
-    heard = master.runtime.on_metrics
-
-    def on_metrics(row, step):
-        heard(row, step)
-        if row.get("t/step") == 3:
-            os.kill(os.getpid(), signal.SIGKILL)
-
-    master.runtime.on_metrics = on_metrics
-
-    def work():
-        master.create_tenant("t", toy_spec())
-        master.submit("t", {**toy_sft(), "workload_id": "w1"}, on_end=lambda end: os._exit(3))
-
-    threading.Thread(target=work, daemon=True).start()
-    master.run()
-
-
-def test_a_killed_workload_goes_on_from_its_last_payload_and_ends_with_the_same_bits(serve_config):
-    tiny = "backbone=tiny"
-    config = serve_config(tiny, "trainer.checkpoint_every_n_jobs=2", keep_backbone=True)
-    child = multiprocessing.get_context("fork").Process(target=_killed_in_its_third_job, args=[config])
-    child.start()
-    child.join(120)
-    assert child.exitcode == -signal.SIGKILL
-    work, end = {**toy_sft(), "workload_id": "w1"}, Ending()
-    with running(config, tiny_backbone(config)) as master:
-        assert master.restore_tenant("t", toy_spec(), master.latest_payload("t")) == {
-            "policy_version": 2,
-            "optimizer_steps": 8,
-        }
-        master.submit("t", work, resume=True, on_end=end)
-        assert end.wait()["result"]["jobs"] == JOBS
-        resumed, ids = state_of(master, "t"), [row["id"] for row in master.metrics("t")]
-        assert ids == sorted(set(ids)), "the numbers of metrics go on"
-        backbone = master.module.backbone
-    whole = serve_config(tiny, "run_name=whole", keep_backbone=True)
-    with running(whole, backbone) as master:
-        end = Ending()
-        master.create_tenant("t", toy_spec())
-        master.submit("t", work, on_end=end)
-        end.wait()
-        assert state_of(master, "t") == resumed
-    with running(whole, backbone) as master:  # killed between the end of a workload and the news of it
-        end = Ending()
-        master.restore_tenant("t", toy_spec())
-        master.submit("t", work, resume=True, on_end=end)
-        assert end.wait() == {"status": "completed", "result": {**end.value["result"], "jobs": JOBS}}
-        assert state_of(master, "t") == resumed
-
-
-def tiny_backbone(config):
-    from hydra.utils import instantiate
-
-    return instantiate(config.backbone)
