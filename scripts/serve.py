@@ -76,9 +76,11 @@ def serve(config: ServeConfig, address: socket.socket) -> int:
     def start() -> None:
         """Tenants come back through the loop, so it must run by then."""
         try:
-            while not master.ready:
+            while not (master.ready and server.started):
                 if service.stopping:
                     return
+                if not http.is_alive():
+                    raise RuntimeError("the HTTP server ended")
                 time.sleep(0.05)
             service.start()
             host, port = address.getsockname()[:2]

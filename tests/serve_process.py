@@ -75,7 +75,6 @@ class ServerProcess:
         while True:
             try:
                 if httpx.get(self.url + "/readyz", timeout=10).status_code == 200:
-                    print("server started in", time.monotonic() - end_s + 180, "s")
                     return self
             except httpx.TransportError:
                 pass

@@ -14,7 +14,7 @@ import json
 import os
 import tarfile
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any, BinaryIO, TypeVar
 
@@ -240,8 +240,6 @@ class _Routes:
 
         @app.get("/", response_class=HTMLResponse, summary="The operator's page; it asks for a token.")
         async def page() -> Response:
-            if not PAGE.is_file():
-                raise NotFound("this installation has no page: see /docs")
             return HTMLResponse(PAGE.read_bytes(), headers=_PAGE_HEADERS)
 
         @app.get("/healthz", summary="The process lives.", response_class=Response)
@@ -374,6 +372,7 @@ class _Routes:
             rows = await self.run(service.metrics, account, tenant_id, after)
             if not follow:
                 return Response(b"[" + b",".join(encode(Message(row), JSON) for row in rows) + b"]", media_type=JSON)
+            service.check_stream(account)
             events = self._events(account, tenant_id, rows, after)
             headers = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
             return StreamingResponse(events, media_type="text/event-stream", headers=headers)
@@ -626,7 +625,7 @@ def tar_stream(folder: Path) -> Iterator[bytes]:
     return _tar(files)
 
 
-def _tar(files: list[tuple[str, BinaryIO]]) -> Iterator[bytes]:
+def _tar(files: Sequence[tuple[str, BinaryIO]]) -> Iterator[bytes]:
     total = 0
     for name, file in files:
         with file:

@@ -124,7 +124,7 @@ class TrainBatch(Batch):
     """A batch and the step that follows."""
 
     model_config = _example(instructions=["push the cube"], loss="sft", options={"lr": 1e-3})
-    options: Options = Options()
+    options: Options = Field(default_factory=lambda: Options(lr=None, grad_clip_norm=None))
 
 
 class TrainJob(Body):

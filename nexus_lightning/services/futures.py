@@ -75,6 +75,7 @@ class Request:
         cancel: stops a running long one; None: its result is thrown away instead.
         gap_by_s: of the Unix epoch: it fails when it waits for a missing number then.
         deadline_s: the same when it has not ended by then; None: it may take as long as it takes.
+        body_bytes: that it holds in memory until its end.
     """
 
     future_id: str
@@ -87,6 +88,7 @@ class Request:
     gap_by_s: float | None = None
     deadline_s: float | None = None
     workload_id: str | None = None
+    body_bytes: int = 0
     status: str = "pending"
     since_s: float = field(default_factory=time.monotonic)
     taken: threading.Event = field(default_factory=threading.Event)  # ``run`` has returned
@@ -114,7 +116,7 @@ class Futures:
     Args:
         store: keeps requests and results; the tables of tenants and owners are written by others.
         max_in_flight: requests of one owner that have not ended.
-        max_result_bytes: of one owner's results that have not been dropped.
+        max_result_bytes: of one owner's results that have not been dropped, and of its requests that wait.
         grace_s: how long a delivered result can be read again.
         threads: requests executed at the same time, of all tenants (each tenant's are one after the other).
         clock: seconds of the Unix epoch.
@@ -219,12 +221,13 @@ class Futures:
         gap_by_s: float | None = None,
         deadline_s: float | None = None,
         workload: tuple[str, dict[str, Any]] | None = None,
+        body_bytes: int = 0,
     ) -> dict[str, Any]:
         """Take a request, or find the one that this is a repetition of.
 
         Args:
             seq: None takes the lowest free number.
-            gap_by_s, deadline_s: see :class:`Request`.
+            long, cancel, gap_by_s, deadline_s, body_bytes: see :class:`Request`.
             digest: of everything that makes two requests the same.
             workload: id and spec of the workload it submits.
 
@@ -248,10 +251,13 @@ class Futures:
                 raise Conflict(f"Nexus-Seq: {seq} is {seq - log_.next} ahead of {log_.next}, the next to be executed")
             self._check_quota(log_.owner_id)
             future_id, workload_id = "f" + secrets.token_hex(16), workload and workload[0]
-            request = Request(future_id, tenant_id, seq, verb, run, long, cancel, gap_by_s, deadline_s, workload_id)
+            request = Request(
+                future_id, tenant_id, seq, verb, run, long, cancel, gap_by_s, deadline_s, workload_id, body_bytes
+            )
             self._store.accept(future_id, tenant_id, seq, verb, digest, deadline_s, workload)
             log_.ahead[seq] = self._live[future_id] = request
             self._in_flight[log_.owner_id] += 1
+            self._bytes[log_.owner_id] += body_bytes
             self._watch(request)
             self._drain_soon(tenant_id, log_)
             return _ticket(future_id, tenant_id, seq, request.status, workload_id)
@@ -274,8 +280,8 @@ class Futures:
             )
         if self._bytes[owner_id] > self.max_result_bytes:
             raise QuotaExceeded(
-                f"results of this account take {self._bytes[owner_id]} bytes, allowed are {self.max_result_bytes}: "
-                "read them, and they go after their grace time",
+                f"waiting requests and results of this account take {self._bytes[owner_id]} bytes, allowed are "
+                f"{self.max_result_bytes}: read results, and they go after their grace time",
                 retryable=True,
             )
 
@@ -343,7 +349,7 @@ class Futures:
             request.status = status
             log_ = self._logs[request.tenant_id]
             self._in_flight[log_.owner_id] -= 1
-            self._bytes[log_.owner_id] += content.get("data_bytes", 0)
+            self._bytes[log_.owner_id] += content.get("data_bytes", 0) - request.body_bytes
             self._store.end(request.future_id, status, **content)
             request.taken.set()
             for loop, event in self._waiters.pop(request.future_id, []):
@@ -386,9 +392,10 @@ class Futures:
             request.taken.wait(TAKEN_TIMEOUT_S)
 
     def _watch(self, request: Request) -> None:
-        for due_s in {request.gap_by_s, request.deadline_s} - {None}:
-            heapq.heappush(self._deadlines, (due_s, request.future_id))
-            self._wake.notify()
+        for due_s in (request.gap_by_s, request.deadline_s):
+            if due_s is not None:
+                heapq.heappush(self._deadlines, (due_s, request.future_id))
+        self._wake.notify()
 
     def _keep_time(self) -> None:
         """Ends what is late and drops what was delivered; sleeps until the next of them is due."""

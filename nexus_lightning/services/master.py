@@ -21,7 +21,7 @@ from __future__ import annotations
 import logging
 import shutil
 import threading
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
@@ -45,9 +45,10 @@ from nexus_lightning.config import (
     tenant_from_dict,
 )
 from nexus_lightning.environment import make_env
+from nexus_lightning.features.reuse import PassCounter
 from nexus_lightning.memory import Admission, free_bytes, head_memory, keep_freed_memory
 from nexus_lightning.module import MultiTenantModule
-from nexus_lightning.producers.demonstrations import dataset_stats, open_dataset
+from nexus_lightning.producers.demonstrations import DemonstrationReader, dataset_stats, open_dataset
 from nexus_lightning.producers.evaluation import evaluate_policy, list_episodes, result_dict, summarise
 from nexus_lightning.queues.inference import TenantPolicyClient
 from nexus_lightning.queues.training import BatchMeta
@@ -79,6 +80,8 @@ OnEnd = Callable[[dict[str, Any]], object]
 LOOK_S = 0.5
 #: How long producers get to end; a simulator that does not is killed before.
 JOIN_S = 120.0
+#: How long a stopping server waits for them; what is left ends with the process (simulators do, too).
+STOP_S = 10.0
 #: How long a prediction may take.
 PREDICT_TIMEOUT_S = 60.0
 
@@ -159,7 +162,8 @@ class Master(LowLevelVerbs):
         self._simulators = 0  # sessions, rollouts and evaluations that have one now
         self._open_sessions: dict[str, tuple[str, Sessions]] = {}
         self._session_tables: dict[bool, Sessions] = {}  # by whether simulators live in threads
-        self._recording = threading.Lock()  # two workloads with one dataset record it once
+        #: Folder -> lock: two workloads with one dataset record it once.
+        self._recording: defaultdict[Path | None, threading.Lock] = defaultdict(threading.Lock)
         self._stopping = threading.Event()
 
     # ----------------------------------------------------------------------------------------------- the run
@@ -182,7 +186,7 @@ class Master(LowLevelVerbs):
             for tenant in tenants:
                 works = [] if tenant.workload is None or tenant.workload.thread is None else [tenant.workload.thread]
                 for thread in [*works, *tenant.threads]:
-                    thread.join(JOIN_S)
+                    thread.join(STOP_S)
 
     def stop(self) -> None:
         """Ask :meth:`run` to return after the current job. Workloads go on where they were saved, after a restart."""
@@ -427,7 +431,7 @@ class Master(LowLevelVerbs):
         try:
             try:
                 over = work.resume and slot.ended  # killed between its end and the news of it
-                data = (None, None) if over else self._open_data(tenant_id, tenant, work.config)
+                data = (None, None) if over else self._open_data(slot, work.config)
                 if not over and not work.cancelled.is_set():
                     self._on_actor(lambda: self._start(tenant_id, work, *data))
                 while work.running and not work.cancelled.is_set() and not runtime.workload_over(tenant_id):
@@ -450,19 +454,22 @@ class Master(LowLevelVerbs):
             tenant.workload = None
         work.on_end(end)
 
-    def _open_data(self, tenant_id: str, tenant: _Tenant, config: TenantConfig) -> tuple[Any, Any]:
-        """The workload's dataset, recorded first when it is not there, and its statistics."""
+    def _open_data(self, slot: TenantSlot, config: TenantConfig) -> tuple[DemonstrationReader | None, Any]:
+        """A reader of the workload's dataset, recorded first when it is not there, and its statistics."""
         if config.dataset is None:
             return None, None
-        schema = self.runtime.slots[tenant_id].spec.schema
-        with self._recording:
-            record_dataset(tenant_id, config, self.config.data_dir)
-        dataset = open_dataset(config.dataset, schema, dataset_root(config, self.config.data_dir))
-        return dataset, dataset_stats(dataset, config.dataset, schema)
+        root = dataset_root(config, self.config.data_dir)
+        with self._lock:
+            recording = self._recording[root]
+        with recording:
+            record_dataset(slot.name, config, self.config.data_dir)
+        dataset = open_dataset(config.dataset, slot.spec.schema, root)
+        reader = self.runtime.make_reader(slot, config, dataset, PassCounter())
+        return reader, dataset_stats(dataset, config.dataset, slot.spec.schema)
 
-    def _start(self, tenant_id: str, work: _Workload, dataset: Any, stats: Any) -> None:
+    def _start(self, tenant_id: str, work: _Workload, reader: DemonstrationReader | None, stats: Any) -> None:
         """On the actor thread."""
-        self.runtime.start_workload(tenant_id, work.config, dataset, stats, work.resume, work.id)
+        self.runtime.start_workload(tenant_id, work.config, reader, stats, work.resume, work.id)
         work.running = True
         if work.paused:
             self.runtime.resting.add(tenant_id)

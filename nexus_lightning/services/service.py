@@ -374,6 +374,7 @@ class Service:
             long=long,
             gap_by_s=time.time() + self.limits.sequence_gap_s,
             deadline_s=time.time() + (deadline_s or self.limits.deadline_s),
+            body_bytes=sum(array.nbytes for array in arrays.values()),
         )
 
     def _export(self, tenant_id: str) -> dict[str, Any]:
@@ -383,12 +384,15 @@ class Service:
 
     # ----------------------------------------------------------------------------------------------------- direct calls
 
+    def check_stream(self, account: Account) -> None:
+        """Raises :class:`QuotaExceeded` when the owner has :data:`MAX_STREAMS` streams of metrics open."""
+        if self._streams[account.owner_id] >= MAX_STREAMS:
+            raise QuotaExceeded(f"{MAX_STREAMS} streams of this account are open: close one", retryable=True)
+
     @contextmanager
     def stream(self, account: Account) -> Iterator[None]:
-        """An open stream of metrics; one owner may have :data:`MAX_STREAMS`."""
+        """An open stream of metrics."""
         with self._lock:
-            if self._streams[account.owner_id] >= MAX_STREAMS:
-                raise QuotaExceeded(f"{MAX_STREAMS} streams of this account are open: close one", retryable=True)
             self._streams[account.owner_id] += 1
         try:
             yield

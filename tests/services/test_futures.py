@@ -221,6 +221,11 @@ def test_quotas_count_one_owner_alone(tmp_path):
         for future in first:
             log.futures.cancel("oa", future)
         log.ended(log.accept(1))
+        large = log.accept(9, body_bytes=11)
+        with pytest.raises(QuotaExceeded, match="11 bytes"):
+            log.accept(10)
+        log.futures.cancel("oa", large)
+        log.accept(10)
     finally:
         log.close()
 

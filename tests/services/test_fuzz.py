@@ -47,10 +47,8 @@ OPERATOR = re.compile(r"/v1/operator/|^/metrics$")
 
 
 @pytest.fixture
-def served(serve, monkeypatch, tmp_path):
+def served(serve, monkeypatch):
     monkeypatch.setattr(app_module, "STREAM_S", 0.0)
-    (tmp_path / "page.html").write_text("page")
-    monkeypatch.setattr(app_module, "PAGE", tmp_path / "page.html")
     return serve(max_in_flight=10_000, max_tenants_per_owner=10_000, max_sessions=10_000)
 
 

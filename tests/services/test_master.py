@@ -9,7 +9,9 @@ import threading
 import numpy as np
 import pytest
 import torch
+from omegaconf import OmegaConf
 from served import (
+    ROOT,
     Ending,
     make_config,
     running,
@@ -109,6 +111,17 @@ def test_a_workload_is_checked_before_anything_is_built(compiler, change, text):
     with pytest.raises(InvalidRequest) as raised:
         compiler.workload("t", tenant, toy_sft(**change))
     assert text in "\n".join(raised.value.details)
+
+
+@pytest.mark.parametrize("name, dataset", [("maniskill_sft", "maniskill_pushcube"), ("libero", "libero_object_6")])
+def test_the_registry_describes_the_simulators_tenants_of_train_py(compiler, name, dataset):
+    """Their schemas fit the entries, with the simulator's own checks; nothing is started."""
+    schema = OmegaConf.to_container(OmegaConf.load(ROOT / "conf" / "tenant" / f"{name}.yaml").schema)
+    tenant = compiler.tenant("t", toy_spec(schema=schema, head={"name": "flow_matching"}))
+    request = {"task": "sft", "dataset": {"name": dataset}, "target_jobs": 2, "eval": {"episodes": 2}}
+    config = compiler.workload("t", tenant, request)
+    assert config.environment is not None and config.eval.episodes == 2
+    assert config.environment.simulator["cameras"] == schema["cameras"]
 
 
 def test_the_operators_own_mistakes_are_named(serve_config):
