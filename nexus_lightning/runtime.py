@@ -69,6 +69,8 @@ class RunEnded(RuntimeError):
 class Runtime:
     """Owns the queues, the inference server, one producer per tenant and the run folder.
 
+    With one process tenants may join, work and leave while it runs: other threads ask for it through :meth:`call`.
+
     Lifecycle: built before ``fit``; :meth:`start` in ``on_train_start`` (after a checkpoint was restored); the loop
     calls :meth:`read`, :meth:`publish`, :meth:`complete`; :meth:`finish` runs the last evaluations; :meth:`close` ends
     every thread and process.
@@ -251,12 +253,22 @@ class Runtime:
         return producers
 
     def _reader(self, slot: TenantSlot) -> DemonstrationReader:
-        config = slot.spec.config
+        """That of the tenant, made unless it joined with one."""
+        if slot.name not in self.readers:
+            config, dataset = slot.spec.config, self.datasets.pop(slot.name, None)
+            assert config.dataset is not None
+            if dataset is None:
+                dataset = open_dataset(config.dataset, slot.spec.schema, dataset_root(config, self.config.data_dir))
+            self.readers[slot.name] = self.make_reader(slot, config, dataset, self.passes[slot.name])
+        return self.readers[slot.name]
+
+    def make_reader(
+        self, slot: TenantSlot, config: TenantConfig, dataset: Any, passes: PassCounter
+    ) -> DemonstrationReader:
+        """A reader of an opened dataset, as ``config`` says; reads all states and actions, so any thread but the
+        actor's if that one has work."""
         assert config.dataset is not None
-        dataset = self.datasets.pop(slot.name, None)
-        if dataset is None:
-            dataset = open_dataset(config.dataset, slot.spec.schema, dataset_root(config, self.config.data_dir))
-        reader = self.readers[slot.name] = DemonstrationReader(
+        return DemonstrationReader(
             dataset,
             config.dataset,
             slot.spec.schema,
@@ -264,10 +276,9 @@ class Runtime:
             slot.head.feature_spec,
             # of an RL tenant `features.reuse` is about its rollouts
             None if config.features.reuse == "never" and config.task != "rl" else self.store,
-            self.passes[slot.name],
+            passes,
             config.algorithm if config.task == "offline_rl" else None,
         )
-        return reader
 
     def _environment(self, slot: TenantSlot) -> SimulatorEnv | None:
         config = slot.spec.config
@@ -591,8 +602,8 @@ class Runtime:
         return future
 
     def run_commands(self) -> None:
-        """What :meth:`call` was given so far, in order."""
-        while self._commands:
+        """What :meth:`call` was given so far, in order; what comes meanwhile waits for the next job to pass."""
+        for _ in range(len(self._commands)):
             action, future = self._commands.popleft()
             if not future.set_running_or_notify_cancel():
                 continue
@@ -640,32 +651,34 @@ class Runtime:
         self,
         name: str,
         config: TenantConfig,
-        dataset: Any = None,
+        reader: DemonstrationReader | None = None,
         stats: tuple[NormalizationStats, NormalizationStats] | None = None,
         resume: bool = False,
+        workload: str | None = None,
     ) -> None:
         """A tenant begins to work: registered anew, fresh optimizer and data, producers. All or nothing.
 
         Args:
             name: of a tenant without a workload.
             config: validated; schema, head and seed are those of the tenant.
-            dataset: opened already, if the task needs one (see ``open_dataset``: it takes seconds).
+            reader: of its dataset (see :meth:`make_reader`: it may take seconds); None when the task needs none.
             stats: of the dataset; they become the tenant's normalisation if nothing was trained with another one yet.
             resume: go on with the workload that the slot was saved in the middle of; ``config`` is that one's.
+            workload: its id, kept in the payload.
         """
         slot = self.slots[name]
         if self.scheduler.registered(name):  # low-level jobs that nobody has ended
             self.scheduler.unregister(name)
         try:
             if not resume:
-                slot.start_workload(config)
+                slot.start_workload(config, workload)
                 if stats is not None and slot.policy_version == 0:
                     slot.normalizer.load_state_dict(Normalizer(slot.spec.schema, *stats).state_dict())
                     self.served.renormalize(name, slot.normalizer)
                 self.actor.follow_workload(slot)
             self._enter(slot)
-            if dataset is not None:
-                self.datasets[name] = dataset
+            if reader is not None:
+                self.readers[name], self.passes[name] = reader, reader.passes
             self.save_payload(slot)  # what a resume goes on from until the next one is saved
             done = slot.jobs_completed
             self._register(slot, None if config.target_jobs is None else config.target_jobs - done)
@@ -676,7 +689,9 @@ class Runtime:
                 elif config.eval.at_start and not slot.evaluations:
                     evaluator.request()
         except Exception:
-            self.end_workload(name, self.stop_workload(name))
+            self.stop_workload(name)
+            self._drop_data(name)
+            slot.ended = True
             raise
         self.producers += producers
         self.resting.discard(name)

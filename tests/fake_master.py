@@ -73,10 +73,7 @@ class FakeMaster:
         }
         return self.describe(tenant_id)
 
-    def latest_payload(self, tenant_id: str) -> Path | None:
-        return None
-
-    def restore_tenant(self, tenant_id: str, spec: dict, payload: Path | None) -> dict:
+    def restore_tenant(self, tenant_id: str, spec: dict) -> dict:
         if spec["name"] == "broken":
             raise RuntimeError("damaged payload at /secret/path")
         self.create_tenant(tenant_id, spec)
@@ -91,7 +88,8 @@ class FakeMaster:
 
     def describe(self, tenant_id: str) -> dict:
         tenant = self._of(tenant_id)
-        return {"state": "active", "policy_version": tenant["policy_version"], "loss": float("nan")}
+        version = tenant["policy_version"]
+        return {"state": "idle", "policy_version": version, "jobs_completed": version, "loss": float("nan")}
 
     # ---- workloads
 
@@ -127,12 +125,17 @@ class FakeMaster:
         path.mkdir(parents=True, exist_ok=True)
         (path / "head.safetensors").write_bytes(b"weights of " + tenant_id.encode())
         (path / "manifest.json").write_text("{}")
+        (path / "processors").mkdir(exist_ok=True)
+        (path / "processors" / "policy.json").write_text("{}")
         return path
 
     def payloads(self, tenant_id: str) -> list[dict]:
         self._of(tenant_id)
         folders = sorted((self.folder / "tenants" / tenant_id).glob("v*"))
-        return [{"policy_version": int(f.name[1:]), "files": sorted(p.name for p in f.iterdir())} for f in folders]
+        return [
+            {"policy_version": int(f.name[1:]), "name": f.name, "files": sorted(p.name for p in f.rglob("*.*"))}
+            for f in folders
+        ]
 
     def payload_path(self, tenant_id: str, version: int) -> Path:
         path = self.folder / "tenants" / tenant_id / f"v{version:08d}"
@@ -297,4 +300,29 @@ class FakeMaster:
 
     def stats(self) -> dict:
         versions = {tenant_id: tenant["policy_version"] for tenant_id, tenant in self.tenants.items()}
-        return {"policy_version": versions, "utilisation": 0.5, "errors": ["none"]}
+        return {
+            "ready": True,
+            "tenants": {
+                name: {
+                    "policy_version": version,
+                    "jobs_completed": version,
+                    "memory_bytes": 64,
+                    "queue_bytes": 0,
+                    "device_seconds": {"actor": 0.5},
+                    "jobs": {"ready": 1},
+                }
+                for name, version in versions.items()
+            },
+            "jobs_by_state": {"ready": 1},
+            "utilisation": {"actor": 0.5},
+            "inference": {
+                "backbone_calls": 3,
+                "shared_backbone_calls": 1,
+                "rows_served": 8,
+                "rows_failed": 0,
+                "call_sizes": {2: 1, 3: 2},
+            },
+            "actor_encode": {"calls": 1, "rows": 4},
+            "feature_store_bytes": 0,
+            "simulators": 0,
+        }

@@ -34,6 +34,7 @@ def test_wheel_holds_only_the_package(wheel):
     names = zipfile.ZipFile(wheel).namelist()
     top = {name.split("/")[0] for name in names}
     assert {name for name in top if not name.endswith(".dist-info")} == {"nexus_lightning"}
+    assert "nexus_lightning/services/page.html" in names
     subpackages = {p.parent.relative_to(ROOT).as_posix() for p in (ROOT / "nexus_lightning").rglob("__init__.py")}
     assert subpackages <= {name.rsplit("/", 1)[0] for name in names}
 
@@ -46,7 +47,7 @@ def test_wheel_metadata_keeps_the_pins(wheel):
         assert line in text
     assert re.search(r"Requires-Dist: mujoco<3\.4,>=3\.3; extra == .libero.", text)
     extras = set(re.findall(r"Provides-Extra: (\S+)", text))
-    assert extras == {"libero", "maniskill", "gymnasium", "backbone", "vla", "wandb", "dev"}
+    assert extras == {"libero", "maniskill", "gymnasium", "backbone", "vla", "wandb", "services", "ray", "dev"}
 
 
 def test_lock_has_only_pins_and_no_host():

@@ -11,11 +11,12 @@ from __future__ import annotations
 
 import functools
 import json
+import os
 import tarfile
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, BinaryIO, TypeVar
 
 import anyio
 from fastapi import Depends, FastAPI, Header, Query, Request
@@ -173,7 +174,7 @@ class _Routes:
         if message.arrays and not arrays:
             raise InvalidRequest(f"this route takes no arrays: {', '.join(sorted(message.arrays)[:5])}")
         try:
-            return model.model_validate(message.meta).model_dump(by_alias=True), message.arrays
+            return _without_none(model.model_validate(message.meta).model_dump(by_alias=True)), message.arrays
         except ValidationError as error:
             raise InvalidRequest("the body does not fit", _lines(error.errors(include_url=False))) from None
 
@@ -239,8 +240,6 @@ class _Routes:
 
         @app.get("/", response_class=HTMLResponse, summary="The operator's page; it asks for a token.")
         async def page() -> Response:
-            if not PAGE.is_file():
-                raise NotFound("this installation has no page: see /docs")
             return HTMLResponse(PAGE.read_bytes(), headers=_PAGE_HEADERS)
 
         @app.get("/healthz", summary="The process lives.", response_class=Response)
@@ -278,7 +277,7 @@ class _Routes:
         async def create_tenant(request: Request) -> Response:
             account = self.account(request)
             spec, _ = await self.read(request, bodies.TenantSpec)
-            new, description = await self.run(service.create_tenant, account, _without_none(spec))
+            new, description = await self.run(service.create_tenant, account, _given(spec))
             return _json(description, 201 if new else 200)
 
         self.add(
@@ -312,8 +311,9 @@ class _Routes:
         ) -> Response:
             account = self.account(request)
             spec, _ = await self.read(request, bodies.Workload)
-            spec = _without_none(spec)
-            return _json(await self.run(service.submit_workload, account, tenant_id, spec, seq, deadline_s), 202)
+            return _json(
+                await self.run(service.submit_workload, account, tenant_id, _given(spec), seq, deadline_s), 202
+            )
 
         self.add(
             "POST",
@@ -354,7 +354,8 @@ class _Routes:
         ) -> Response:
             folder = await self.run(service.payload, self.account(request), tenant_id, version)
             headers = {"Content-Disposition": f'attachment; filename="{tenant_id}-{folder.name}.tar"'}
-            return StreamingResponse(tar_stream(folder), media_type="application/x-tar", headers=headers)
+            stream = await self.run(tar_stream, folder)
+            return StreamingResponse(stream, media_type="application/x-tar", headers=headers)
 
         tar = {"application/x-tar": {"schema": {"type": "string", "format": "binary"}}}
         self.add("GET", one + "/payloads/{version}", get_payload, "A payload folder as a tar file.", tar)
@@ -371,6 +372,7 @@ class _Routes:
             rows = await self.run(service.metrics, account, tenant_id, after)
             if not follow:
                 return Response(b"[" + b",".join(encode(Message(row), JSON) for row in rows) + b"]", media_type=JSON)
+            service.check_stream(account)
             events = self._events(account, tenant_id, rows, after)
             headers = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
             return StreamingResponse(events, media_type="text/event-stream", headers=headers)
@@ -468,7 +470,7 @@ class _Routes:
         async def open_session(request: Request) -> Response:
             account = self.account(request)
             meta, _ = await self.read(request, bodies.OpenSession)
-            return _json(await self.run(self.service.open_session, account, _without_none(meta)))
+            return _json(await self.run(self.service.open_session, account, _given(meta)))
 
         self.add("POST", root, open_session, "A simulator of one's own.", bodies.Answer, reads=bodies.OpenSession)
         for verb, model, arrays, summary in (
@@ -563,7 +565,10 @@ _BINARY = {kind: {"schema": {"type": "string", "format": "binary"}} for kind in 
 
 
 def _json(meta: dict[str, Any], status: int = 200) -> Response:
-    return Response(encode(Message(meta), JSON), status, media_type=JSON)
+    try:
+        return Response(encode(Message(meta), JSON), status, media_type=JSON)
+    except InvalidRequest as error:  # our own answer, not the caller's request
+        raise TypeError(str(error)) from error
 
 
 def _message(request: Request, message: Message) -> Response:
@@ -571,12 +576,16 @@ def _message(request: Request, message: Message) -> Response:
     return Response(encode(message, kind), media_type=kind)
 
 
-def _without_none(meta: dict[str, Any]) -> dict[str, Any]:
-    """A key that was not given is not passed on, at the top and in named entries."""
+def _given(meta: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in meta.items() if value is not None}
+
+
+def _without_none(meta: dict[str, Any], named: bool = False) -> dict[str, Any]:
+    """Entries of the registry (they have a name) without the keys that were not given."""
     return {
-        key: _without_none(value) if isinstance(value, dict) and "name" in value else value
+        key: _without_none(value, "name" in value) if isinstance(value, dict) else value
         for key, value in meta.items()
-        if value is not None
+        if not named or value is not None
     }
 
 
@@ -606,15 +615,24 @@ async def _answer_error(request: Request, error: Exception) -> Response:
 
 
 def tar_stream(folder: Path) -> Iterator[bytes]:
-    """A tar of the files in ``folder`` (which has no subfolders), in pieces; times and owners are left out, so that the
-    same payload gives the same bytes."""
+    """A tar of the files below ``folder``, in pieces; times and owners are left out, so that the same payload gives the
+    same bytes. All files are opened here: the payload may be replaced by newer ones while it is sent."""
+    paths = sorted(path for path in folder.rglob("*") if path.is_file())
+    try:
+        files = [(str(path.relative_to(folder.parent)), path.open("rb")) for path in paths]
+    except FileNotFoundError as error:
+        raise NotFound(f"payload {folder.name}: was replaced by newer ones") from error
+    return _tar(files)
+
+
+def _tar(files: Sequence[tuple[str, BinaryIO]]) -> Iterator[bytes]:
     total = 0
-    for path in sorted(folder.iterdir()):
-        info = tarfile.TarInfo(f"{folder.name}/{path.name}")
-        info.size = path.stat().st_size
-        header = info.tobuf()
-        yield header
-        with path.open("rb") as file:
+    for name, file in files:
+        with file:
+            info = tarfile.TarInfo(name)
+            info.size = os.fstat(file.fileno()).st_size
+            header = info.tobuf()
+            yield header
             while chunk := file.read(1 << 20):
                 yield chunk
         padding = bytes(-info.size % tarfile.BLOCKSIZE)

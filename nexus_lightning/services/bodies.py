@@ -124,7 +124,7 @@ class TrainBatch(Batch):
     """A batch and the step that follows."""
 
     model_config = _example(instructions=["push the cube"], loss="sft", options={"lr": 1e-3})
-    options: Options = Options()
+    options: Options = Field(default_factory=lambda: Options(lr=None, grad_clip_norm=None))
 
 
 class TrainJob(Body):
@@ -202,6 +202,9 @@ class QueueGetMeta(Body):
 class QueueGet(Body):
     """The rows of a delivery."""
 
+    model_config = _example(
+        metadata={"partition_id": "demo-1", "fields": ["action"], "rows": [0, 1], "task_name": "train", "delivery": 1}
+    )
     metadata: Delivery
 
 

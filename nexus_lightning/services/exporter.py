@@ -61,15 +61,29 @@ class Exporter:
         return generate_latest(self.registry), CONTENT_TYPE_LATEST
 
     def collect(self) -> Iterable[Metric]:
-        """Read at every scrape: what the master counts. Numbers, and numbers by name, become gauges
-        ``nexus_<key>`` with the label ``name``; anything deeper is for the page."""
+        """Read at every scrape: the figures of :meth:`Master.stats` as gauges."""
         if not (self.service.started and self.service.master.ready):
             return
-        for key, value in self.service.master.stats().items():
-            rows: dict[str, Any] = value if isinstance(value, dict) else {"": value}
-            numbers = {name: v for name, v in rows.items() if isinstance(v, int | float) and not isinstance(v, bool)}
-            if numbers:
-                family = GaugeMetricFamily(f"nexus_{key}", f"stats()[{key!r}] of the master", labels=["name"])
-                for name, number in numbers.items():
-                    family.add_metric([str(name)], number)
-                yield family
+        stats = self.service.master.stats()
+        tenants: dict[str, dict[str, Any]] = stats["tenants"]
+        for key in ("policy_version", "jobs_completed", "memory_bytes", "queue_bytes"):
+            yield _gauge(key, ["tenant"], {(name,): tenant[key] for name, tenant in tenants.items()})
+        seconds = {(n, s): v for n, tenant in tenants.items() for s, v in tenant["device_seconds"].items()}
+        yield _gauge("device_seconds", ["tenant", "service"], seconds)
+        jobs = {(n, s): v for n, tenant in tenants.items() for s, v in tenant["jobs"].items()}
+        yield _gauge("jobs", ["tenant", "state"], jobs)
+        yield _gauge("utilisation", ["service"], {(name,): value for name, value in stats["utilisation"].items()})
+        inference = dict(stats["inference"])
+        sizes = {(str(rows),): calls for rows, calls in inference.pop("call_sizes").items()}
+        yield _gauge("inference_calls_of_rows", ["rows"], sizes)
+        for key, value in inference.items():  # shared_backbone_calls: with rows of more than one tenant
+            yield _gauge(f"inference_{key}", [], {(): value})
+        yield _gauge("simulators", [], {(): stats["simulators"]})
+        yield _gauge("feature_store_bytes", [], {(): stats["feature_store_bytes"]})
+
+
+def _gauge(key: str, labels: list[str], values: dict[tuple[str, ...], float]) -> GaugeMetricFamily:
+    family = GaugeMetricFamily(f"nexus_{key}", f"{key.replace('_', ' ')} as the master counts", labels=labels)
+    for names, value in values.items():
+        family.add_metric(names, value)
+    return family

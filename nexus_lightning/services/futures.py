@@ -52,6 +52,8 @@ log = logging.getLogger(__name__)
 
 #: A request may run ahead of the next number to execute by so many.
 MAX_AHEAD = 10_000
+#: How long stopping a long request waits for the master to have taken it.
+TAKEN_TIMEOUT_S = 60.0
 
 
 @dataclass(frozen=True)
@@ -71,8 +73,9 @@ class Request:
             called later (only with ``long``).
         long: ends later: the next number does not wait for its end.
         cancel: stops a running long one; None: its result is thrown away instead.
-        start_by_s: of the Unix epoch: it fails when it has not started by then.
-        deadline_s: the same for its end; None: it may take as long as it takes.
+        gap_by_s: of the Unix epoch: it fails when it waits for a missing number then.
+        deadline_s: the same when it has not ended by then; None: it may take as long as it takes.
+        body_bytes: that it holds in memory until its end.
     """
 
     future_id: str
@@ -82,11 +85,13 @@ class Request:
     run: Callable[[Request], Outcome | None]
     long: bool = False
     cancel: Callable[[], None] | None = None
-    start_by_s: float | None = None
+    gap_by_s: float | None = None
     deadline_s: float | None = None
     workload_id: str | None = None
+    body_bytes: int = 0
     status: str = "pending"
     since_s: float = field(default_factory=time.monotonic)
+    taken: threading.Event = field(default_factory=threading.Event)  # ``run`` has returned
 
 
 class _Log:
@@ -111,7 +116,7 @@ class Futures:
     Args:
         store: keeps requests and results; the tables of tenants and owners are written by others.
         max_in_flight: requests of one owner that have not ended.
-        max_result_bytes: of one owner's results that have not been dropped.
+        max_result_bytes: of one owner's results that have not been dropped, and of its requests that wait.
         grace_s: how long a delivered result can be read again.
         threads: requests executed at the same time, of all tenants (each tenant's are one after the other).
         clock: seconds of the Unix epoch.
@@ -213,15 +218,16 @@ class Futures:
         *,
         long: bool = False,
         cancel: Callable[[], None] | None = None,
-        start_by_s: float | None = None,
+        gap_by_s: float | None = None,
         deadline_s: float | None = None,
         workload: tuple[str, dict[str, Any]] | None = None,
+        body_bytes: int = 0,
     ) -> dict[str, Any]:
         """Take a request, or find the one that this is a repetition of.
 
         Args:
             seq: None takes the lowest free number.
-            start_by_s, deadline_s: see :class:`Request`.
+            long, cancel, gap_by_s, deadline_s, body_bytes: see :class:`Request`.
             digest: of everything that makes two requests the same.
             workload: id and spec of the workload it submits.
 
@@ -245,10 +251,13 @@ class Futures:
                 raise Conflict(f"Nexus-Seq: {seq} is {seq - log_.next} ahead of {log_.next}, the next to be executed")
             self._check_quota(log_.owner_id)
             future_id, workload_id = "f" + secrets.token_hex(16), workload and workload[0]
-            request = Request(future_id, tenant_id, seq, verb, run, long, cancel, start_by_s, deadline_s, workload_id)
+            request = Request(
+                future_id, tenant_id, seq, verb, run, long, cancel, gap_by_s, deadline_s, workload_id, body_bytes
+            )
             self._store.accept(future_id, tenant_id, seq, verb, digest, deadline_s, workload)
             log_.ahead[seq] = self._live[future_id] = request
             self._in_flight[log_.owner_id] += 1
+            self._bytes[log_.owner_id] += body_bytes
             self._watch(request)
             self._drain_soon(tenant_id, log_)
             return _ticket(future_id, tenant_id, seq, request.status, workload_id)
@@ -271,8 +280,8 @@ class Futures:
             )
         if self._bytes[owner_id] > self.max_result_bytes:
             raise QuotaExceeded(
-                f"results of this account take {self._bytes[owner_id]} bytes, allowed are {self.max_result_bytes}: "
-                "read them, and they go after their grace time",
+                f"waiting requests and results of this account take {self._bytes[owner_id]} bytes, allowed are "
+                f"{self.max_result_bytes}: read results, and they go after their grace time",
                 retryable=True,
             )
 
@@ -300,6 +309,7 @@ class Futures:
             if request.long:
                 self._store.start(request.future_id)
             outcome = request.run(request)
+            request.taken.set()
             if not request.long:
                 assert outcome is not None
                 self.complete(request.future_id, outcome)
@@ -339,8 +349,9 @@ class Futures:
             request.status = status
             log_ = self._logs[request.tenant_id]
             self._in_flight[log_.owner_id] -= 1
-            self._bytes[log_.owner_id] += content.get("data_bytes", 0)
+            self._bytes[log_.owner_id] += content.get("data_bytes", 0) - request.body_bytes
             self._store.end(request.future_id, status, **content)
+            request.taken.set()
             for loop, event in self._waiters.pop(request.future_id, []):
                 _set_soon(loop, event)
         self.on_end(request, status, time.monotonic() - request.since_s)
@@ -362,15 +373,29 @@ class Futures:
                 return self.show(owner_id, future_id)
             if not request.long:
                 raise Conflict(f"future {future_id}: {request.verb} is being executed and cannot be taken back")
-            cancel = request.cancel
-        assert cancel is not None
-        cancel()  # the master's own end follows through on_end
+            self._stop_long(request)
         return self.show(owner_id, future_id)
 
+    def _stop_long(self, request: Request) -> None:
+        """The master's own end follows through its ``on_end``."""
+        assert request.cancel is not None
+        self.wait_taken(request.future_id)
+        try:
+            request.cancel()
+        except Conflict:  # it has just ended
+            pass
+
+    def wait_taken(self, future_id: str) -> None:
+        """Until the master has taken a running request, or it has ended."""
+        request = self._live.get(future_id)
+        if request is not None:
+            request.taken.wait(TAKEN_TIMEOUT_S)
+
     def _watch(self, request: Request) -> None:
-        for due_s in {request.start_by_s, request.deadline_s} - {None}:
-            heapq.heappush(self._deadlines, (due_s, request.future_id))
-            self._wake.notify()
+        for due_s in (request.gap_by_s, request.deadline_s):
+            if due_s is not None:
+                heapq.heappush(self._deadlines, (due_s, request.future_id))
+        self._wake.notify()
 
     def _keep_time(self) -> None:
         """Ends what is late and drops what was delivered; sleeps until the next of them is due."""
@@ -389,28 +414,32 @@ class Futures:
                     due = min([next_drop, *(deadline for deadline, _ in self._deadlines[:1])])
                     self._wake.wait(min(max(due - now, 0.01), 60.0))
                     continue
-            try:
-                for request in late:
-                    self._expire(request)
-                if now >= next_drop:
-                    next_drop = now + min(max(self.grace_s / 4, 0.05), 30.0)
-                    self._drop(now)
-            except Exception:
-                log.exception("deadlines and deliveries")  # for example a full disk: later ends are still worked off
+            for request in late:
+                self._guarded(self._expire, request)
+            if now >= next_drop:
+                next_drop = now + min(max(self.grace_s / 4, 0.05), 30.0)
+                self._guarded(self._drop, now)
+
+    def _guarded(self, action: Callable[[Any], None], value: Any) -> None:
+        try:
+            action(value)
+        except Exception:  # for example a full disk: the others are still worked off
+            log.exception("deadlines and deliveries")
 
     def _expire(self, request: Request) -> None:
         with self._lock:
             log_ = self._logs.get(request.tenant_id)
             if log_ is None or request.future_id not in self._live:
                 return
-            running = request.status == "running"
-            if running and (request.deadline_s is None or request.deadline_s > self._clock()):
-                return  # it was to start by now, and has
             missing = next((seq for seq in range(log_.next, request.seq) if seq not in log_.ahead), None)
-            if request.status == "pending" and missing is not None:
+            over = request.deadline_s is not None and request.deadline_s <= self._clock()
+            running = request.status == "running"
+            if not running and missing is not None:
                 text = f"Nexus-Seq: {request.seq} waited for {missing}, which did not come in time"
                 error = DeadlineExceeded(text, category="user", reason="sequence_gap", retryable=True)
-            elif request.status == "pending":
+            elif not over:
+                return  # the gap was filled in time
+            elif not running:
                 text = f"{request.verb} did not start in time"
                 error = DeadlineExceeded(text, category="server", reason="deadline_exceeded", retryable=True)
             else:
@@ -418,7 +447,7 @@ class Futures:
                 error = DeadlineExceeded(text, category="unknown", reason="deadline_exceeded")
             self._end(request, "failed", error=future_error_to_json(error))
         if running and request.cancel is not None:
-            request.cancel()
+            self._stop_long(request)
 
     def _drop(self, now: float) -> None:
         for row in self._store.drop_delivered(now - self.grace_s):

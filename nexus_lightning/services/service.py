@@ -14,15 +14,17 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import math
 import secrets
 import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -43,43 +45,32 @@ from nexus_lightning.services.errors import (
 from nexus_lightning.services.futures import Futures, Outcome, Request
 from nexus_lightning.services.store import ENDED, Store
 
+if TYPE_CHECKING:
+    from nexus_lightning.services.master import Master
+    from nexus_lightning.services.spec import LimitsConfig
+
 log = logging.getLogger(__name__)
 
 Arrays = Mapping[str, np.ndarray]
 #: Open streams of metrics of one owner.
 MAX_STREAMS = 8
+#: How old the last answer of the training loop may be, and how long a readiness probe waits for a new one.
+READY_S, PROBE_WAIT_S = 120.0, 5.0
 
 
-@dataclass(frozen=True)
-class Limits:
-    """What the server allows; sizes in MB (2**20 bytes).
+@dataclass
+class _Session:
+    """An environment session as its owner's: the master holds it under ``scope``, a tenant or the owner; None: closed,
+    or lost in a restart."""
 
-    Attributes:
-        max_tenants: of one owner.
-        max_in_flight: requests of one owner that have not ended, and direct calls at the same time.
-        max_result_mb: results of one owner that have not been read and dropped.
-        max_sessions: environment sessions of one owner.
-        requests_per_s: of one owner, on average.
-        future_grace_s: how long a result can be read again after it was read.
-        deadline_s: a request must have started by then; also the longest wait for a missing sequence number.
-    """
+    owner_id: str
+    scope: str | None = None
+    lease_s: float = 0.0
+    used_s: float = field(default_factory=time.monotonic)
 
-    max_tenants: int = 16
-    max_in_flight: int = 64
-    max_result_mb: int = 1024
-    max_body_mb: int = 64
-    max_sessions: int = 16
-    requests_per_s: float = 100.0
-    future_grace_s: float = 600.0
-    deadline_s: float = 300.0
-
-
-class MasterLike(Protocol):
-    """What the service asks of :class:`nexus_lightning.services.master.Master`; every method raises NexusErrors."""
-
-    ready: bool
-
-    def __getattr__(self, name: str) -> Any: ...
+    @property
+    def open(self) -> bool:
+        return self.scope is not None and time.monotonic() - self.used_s < self.lease_s
 
 
 class Service:
@@ -91,14 +82,14 @@ class Service:
         limits: per owner.
     """
 
-    def __init__(self, master: MasterLike, folder: Path, limits: Limits) -> None:
+    def __init__(self, master: Master, folder: Path, limits: LimitsConfig) -> None:
         self.master, self.limits = master, limits
         self.store = Store(folder)
         self.accounts = Accounts(self.store, limits.requests_per_s)
         self.futures = Futures(
             self.store,
             max_in_flight=limits.max_in_flight,
-            max_result_bytes=limits.max_result_mb << 20,
+            max_result_bytes=int(limits.max_result_mb * 2**20),
             grace_s=limits.future_grace_s,
         )
         self.started = self.stopping = False
@@ -109,13 +100,13 @@ class Service:
         self._create_locks: dict[str, threading.Lock] = {}
         self._direct: Counter[str] = Counter()
         self._streams: Counter[str] = Counter()
-        # scope: the tenant (or owner) under which the master holds it; None: lost in a restart
-        self._sessions: dict[str, tuple[str, str | None]] = {
-            row["session_id"]: (row["owner_id"], None) for row in self.store.sessions()
-        }
+        self._sessions = {row["session_id"]: _Session(row["owner_id"]) for row in self.store.sessions()}
         #: Called with the id of a deleted tenant.
         self.on_delete: Callable[[str], None] = lambda tenant_id: None
-        self._probe: tuple[float, Exception | None] = (0.0, None)
+        self._prober = ThreadPoolExecutor(1, thread_name_prefix="readiness")
+        self._probe: Future[None] | None = None
+        self._probed_s = -math.inf  # when the last probe came back well
+        self._asked_s = -math.inf
 
     # ---------------------------------------------------------------------------------------------- start, stop, health
 
@@ -131,32 +122,32 @@ class Service:
     def _restore(self, row: dict[str, Any]) -> None:
         tenant_id, lost = row["tenant_id"], None
         try:
-            restored = self.master.restore_tenant(tenant_id, row["spec"], self.master.latest_payload(tenant_id))
+            restored = self.master.restore_tenant(tenant_id, row["spec"])
             self.store.set_tenant(tenant_id, "active", {**restored, "at_s": time.time()})
         except Exception as error:  # this tenant is lost, the others are not
             log.exception("restoring tenant %s", tenant_id)
             lost = future_error_to_json(error)
             self.store.set_tenant(tenant_id, "lost", {"error": lost, "at_s": time.time()})
         self._tenants[tenant_id] = next(r for r in self.store.tenants() if r["tenant_id"] == tenant_id)
-        specs = {w["workload_id"]: w["spec"] for w in self.store.workloads(tenant_id)}
+        restored = self._tenants[tenant_id]["restored"]
+        specs = {w["workload_id"]: w["spec"] for w in self.store.workloads(tenant_id)} if lost is None else {}
         for pending in self.futures.open_tenant(tenant_id, row["owner_id"]):
             pending["tenant_id"] = tenant_id
-            spec = specs.get(pending["workload_id"]) if lost is None else None
             request = None
-            if spec is not None:
+            if pending["workload_id"] in specs:
                 request = Request(
                     pending["future_id"],
                     tenant_id,
                     pending["seq"],
                     pending["verb"],
-                    self._run_workload(spec, resume=pending["status"] == "running"),
+                    self._run_workload(specs[pending["workload_id"]], resume=pending["status"] == "running"),
                     long=True,
                     cancel=lambda: self.master.cancel(tenant_id),
-                    start_by_s=time.time() + self.limits.deadline_s,
+                    gap_by_s=time.time() + self.limits.sequence_gap_s,
                     deadline_s=pending["deadline_s"],
                     workload_id=pending["workload_id"],
                 )
-            at = "not at all" if lost else f"at policy version {self._tenants[tenant_id]['restored']['policy_version']}"
+            at = "not at all" if lost else f"at policy version {restored['policy_version']}"
             why = f"the server restarted before {pending['verb']} ended; the tenant came back {at}"
             self.futures.recover(request, pending, why)
 
@@ -169,6 +160,7 @@ class Service:
         """Once the master has stopped."""
         self.stop()
         self.futures.close()
+        self._prober.shutdown(wait=True, cancel_futures=True)
         self.store.close()
 
     def check_open(self) -> None:
@@ -179,26 +171,30 @@ class Service:
             raise NotReady("the server is starting", retry_after_s=1.0)
 
     def check_ready(self) -> None:
-        """The real way of a request: through the master's loop and into the store. Asked more than once a second, the
-        last answer stands: anybody may ask.
+        """The real way of a request: once through the actor's loop and into the store.
+
+        A long job delays the loop, so an answer may be up to :data:`READY_S` old; and at most one probe a second is
+        made, because anybody may ask.
 
         Raises:
             NotReady: with the reason.
         """
         self.check_open()
         with self._lock:
-            at, error = self._probe
-            if time.monotonic() - at > 1.0:
-                try:
-                    self.master.ping(timeout_s=10.0)
-                    self.store.check()
-                    error = None
-                except Exception as found:
-                    log.exception("readiness")
-                    error = found
-                self._probe = (time.monotonic(), error)
-        if error is not None:
-            raise NotReady(f"not ready: {type(error).__name__}")
+            probe = self._probe
+            if probe is None or (probe.done() and time.monotonic() - self._asked_s > 1.0):
+                self._asked_s = time.monotonic()
+                probe = self._probe = self._prober.submit(self._round_trip)
+        if wait([probe], PROBE_WAIT_S).not_done:
+            if time.monotonic() - self._probed_s > READY_S:
+                raise NotReady("the training loop does not answer", retry_after_s=5.0)
+        elif (error := probe.exception()) is not None:
+            raise NotReady(f"not ready: {type(error).__name__}", retry_after_s=5.0) from error
+
+    def _round_trip(self) -> None:
+        self.master.ping(timeout_s=READY_S)
+        self.store.check()
+        self._probed_s = time.monotonic()
 
     # ---------------------------------------------------------------------------------------------------------- tenants
 
@@ -237,7 +233,7 @@ class Service:
                     if row["spec"] != spec:
                         raise Conflict(f"tenant {name!r} exists with another spec: delete it or choose another name")
                     return False, self.describe(account, row["tenant_id"])
-            if len(mine) >= self.limits.max_tenants:
+            if len(mine) >= self.limits.max_tenants_per_owner:
                 raise QuotaExceeded(f"this account has {len(mine)} tenants, which is its limit: delete one")
             tenant_id = "t" + secrets.token_hex(16)
             self.store.add_tenant(tenant_id, account.owner_id, name, spec)
@@ -291,15 +287,16 @@ class Service:
             self._run_workload(spec),
             long=True,
             cancel=lambda: self.master.cancel(tenant_id),
-            start_by_s=time.time() + self.limits.deadline_s,
+            gap_by_s=time.time() + self.limits.sequence_gap_s,
             deadline_s=None if deadline_s is None else time.time() + deadline_s,
             workload=("w" + secrets.token_hex(16), spec),
         )
 
     def _run_workload(self, spec: dict[str, Any], resume: bool = False) -> Callable[[Request], None]:
         def run(request: Request) -> None:
-            identified = {**spec, "workload_id": request.workload_id}
-            self.master.submit(request.tenant_id, identified, resume=resume, on_end=self._on_end(request.future_id))
+            # by its id the master knows after a restart which workload a payload was saved in
+            named = spec if spec["task"] == "eval" else {**spec, "workload_id": request.workload_id}
+            self.master.submit(request.tenant_id, named, resume=resume, on_end=self._on_end(request.future_id))
 
         return run
 
@@ -341,6 +338,7 @@ class Service:
             elif row["status"] == "pending":
                 raise Conflict(f"workload {workload_id}: has not started: cancel it instead")
             else:
+                self.futures.wait_taken(row["future_id"])
                 getattr(self.master, action)(tenant_id)
         elif action != "cancel":
             raise Conflict(f"workload {workload_id}: has ended: {row['status']}")
@@ -374,23 +372,27 @@ class Service:
             request_digest(verb, request, arrays),
             run,
             long=long,
-            start_by_s=time.time() + self.limits.deadline_s,
-            deadline_s=None if deadline_s is None else time.time() + deadline_s,
+            gap_by_s=time.time() + self.limits.sequence_gap_s,
+            deadline_s=time.time() + (deadline_s or self.limits.deadline_s),
+            body_bytes=sum(array.nbytes for array in arrays.values()),
         )
 
     def _export(self, tenant_id: str) -> dict[str, Any]:
-        path = self.master.export(tenant_id)
-        version = next(p for p in self.master.payloads(tenant_id) if p["policy_version"] == _version_of(path))
-        return {**version, "url": f"/v1/tenants/{tenant_id}/payloads/{version['policy_version']}"}
+        name = self.master.export(tenant_id).name
+        payload = next(p for p in self.master.payloads(tenant_id) if p["name"] == name)
+        return {**payload, "url": f"/v1/tenants/{tenant_id}/payloads/{payload['policy_version']}"}
 
     # ----------------------------------------------------------------------------------------------------- direct calls
 
+    def check_stream(self, account: Account) -> None:
+        """Raises :class:`QuotaExceeded` when the owner has :data:`MAX_STREAMS` streams of metrics open."""
+        if self._streams[account.owner_id] >= MAX_STREAMS:
+            raise QuotaExceeded(f"{MAX_STREAMS} streams of this account are open: close one", retryable=True)
+
     @contextmanager
     def stream(self, account: Account) -> Iterator[None]:
-        """An open stream of metrics; one owner may have :data:`MAX_STREAMS`."""
+        """An open stream of metrics."""
         with self._lock:
-            if self._streams[account.owner_id] >= MAX_STREAMS:
-                raise QuotaExceeded(f"{MAX_STREAMS} streams of this account are open: close one", retryable=True)
             self._streams[account.owner_id] += 1
         try:
             yield
@@ -446,9 +448,9 @@ class Service:
         if request.get("tenant_id") is not None:
             scope = self._active(account, request["tenant_id"])["tenant_id"]
         with self._lock:
-            mine = [1 for owner_id, held in self._sessions.values() if owner_id == account.owner_id and held]
-            if len(mine) + self._creating[account.owner_id] >= self.limits.max_sessions:
-                raise QuotaExceeded(f"this account has {len(mine)} environment sessions, its limit: close one")
+            mine = sum(session.open and session.owner_id == account.owner_id for session in self._sessions.values())
+            if mine + self._creating[account.owner_id] >= self.limits.max_sessions:
+                raise QuotaExceeded(f"this account has {mine} environment sessions, its limit: close one")
             self._creating[account.owner_id] += 1
         try:
             with self._one_call(account):
@@ -457,7 +459,7 @@ class Service:
             with self._lock:
                 self._creating[account.owner_id] -= 1
         self.store.add_session(opened["session_id"], account.owner_id)
-        self._sessions[opened["session_id"]] = (account.owner_id, scope)
+        self._sessions[opened["session_id"]] = _Session(account.owner_id, scope, opened["lease_s"])
         return opened
 
     def session(self, account: Account, session_id: str, verb: str, request: dict[str, Any], arrays: Arrays) -> Message:
@@ -465,21 +467,23 @@ class Service:
 
         Raises:
             NotFound: unknown, or another owner's.
-            SessionLost: its lease ran out, or the server was restarted.
+            SessionLost: closed, its lease ran out, or the server was restarted.
         """
-        owner_id, scope = self._sessions.get(session_id, (None, None))
-        if owner_id != account.owner_id:
+        session = self._sessions.get(session_id)
+        if session is None or session.owner_id != account.owner_id:
             raise NotFound(f"session {session_id}: unknown")
+        scope = session.scope
         if scope is None:
             raise SessionLost(f"session {session_id}: closed: open a new one and start the episode again")
         try:
             with self._one_call(account):
                 meta, found = getattr(self.master, f"session_{verb}")(scope, session_id, request, arrays)
-        except SessionLost:
-            self._sessions[session_id] = (account.owner_id, None)
-            raise
+        except (SessionLost, NotFound) as error:  # not found: it went with its tenant
+            session.scope = None
+            raise SessionLost(error.message) from error
+        session.used_s = time.monotonic()
         if verb == "close":
-            self._sessions[session_id] = (account.owner_id, None)
+            session.scope = None
         return Message(meta, dict(found))
 
     # --------------------------------------------------------------------------------------------------------- operator
@@ -527,19 +531,15 @@ class Service:
         ]
         return {
             "uptime_s": time.time() - self.started_s,
-            "stats": self.master.stats(),
+            "stats": json.loads(json.dumps(self.master.stats())),  # keys that are numbers become texts
             "tenants": tenants,
             "accounts": accounts,
-            "sessions": sum(scope is not None for _, scope in self._sessions.values()),
+            "sessions": sum(session.open for session in self._sessions.values()),
         }
 
 
 def _outcome(meta: Mapping[str, Any] | None, arrays: Arrays | None) -> Outcome:
     return Outcome(dict(meta or {}), encode(Message({}, dict(arrays)), MSGPACK) if arrays else None)
-
-
-def _version_of(path: Path) -> int:
-    return int(path.name.removeprefix("v").split("-")[0])
 
 
 def request_digest(verb: str, request: Mapping[str, Any], arrays: Arrays) -> str:

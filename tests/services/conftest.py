@@ -13,11 +13,12 @@ class Served:
         from fastapi.testclient import TestClient
 
         from nexus_lightning.services.app import make_app
-        from nexus_lightning.services.service import Limits, Service
+        from nexus_lightning.services.service import Service
+        from nexus_lightning.services.spec import LimitsConfig
 
         self.master = FakeMaster(folder)
-        limits = {"requests_per_s": 1e6, "max_body_mb": 1, **limits}
-        self.service = Service(self.master, folder / "services", Limits(**limits))
+        limits = {"requests_per_s": 1e6, "max_body_mb": 1.0, "max_sessions": 16, **limits}
+        self.service = Service(self.master, folder / "services", LimitsConfig(**limits))
         self.app = make_app(self.service)
         self.service.start()
         self.tokens = {}

@@ -95,7 +95,7 @@ def test_without_a_number_the_lowest_free_one_is_taken(log):
 
 
 def test_a_gap_that_is_not_filled_ends_with_its_reason_and_blocks_nobody(log):
-    late = log.accept(3, start_by_s=time.time() + 0.05)
+    late = log.accept(3, gap_by_s=time.time() + 0.05)
     other = log.accept(1, tenant="tb")
     assert log.ended(other, "ob")["status"] == "completed"
     error = log.ended(late)["error"]
@@ -116,7 +116,7 @@ def test_a_deadline_ends_what_waits_and_what_runs(log):
         return Outcome({}, b"late")
 
     running = log.accept(1, slow, deadline_s=time.time() + 0.1)
-    waiting = log.accept(2, start_by_s=time.time() + 0.1)
+    waiting = log.accept(2, deadline_s=time.time() + 0.1)
     assert log.ended(running)["error"]["type"] == "deadline_exceeded"
     assert log.ended(waiting)["error"]["type"] == "deadline_exceeded"
     later = log.accept(3)
@@ -221,6 +221,11 @@ def test_quotas_count_one_owner_alone(tmp_path):
         for future in first:
             log.futures.cancel("oa", future)
         log.ended(log.accept(1))
+        large = log.accept(9, body_bytes=11)
+        with pytest.raises(QuotaExceeded, match="11 bytes"):
+            log.accept(10)
+        log.futures.cancel("oa", large)
+        log.accept(10)
     finally:
         log.close()
 
