@@ -283,7 +283,9 @@ class LowLevelVerbs:
             start_s = events.now()
             try:
                 return action()
-            except NonFiniteLoss as error:
+            except NexusError:
+                raise
+            except (NonFiniteLoss, ValueError) as error:  # of the batch, for example a text that is too long
                 raise InvalidRequest(str(error)) from error
             finally:
                 events.span("actor", {slot.name: rows}, start_s, events.now(), kind="low_level")
