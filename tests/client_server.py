@@ -43,6 +43,7 @@ class Server:
     def __init__(self, served):
         self.served, self.master = served, served.master
         listener = socket.create_server(("127.0.0.1", 0))
+        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # as scripts/serve.py does
         self.url = f"http://127.0.0.1:{listener.getsockname()[1]}"
         config = uvicorn.Config(served.app, log_level="warning", lifespan="off", timeout_graceful_shutdown=1)
         self.uvicorn = uvicorn.Server(config)
