@@ -485,6 +485,7 @@ class LowLevelVerbs:
                 metadata=dict(metadata or {}),
             )
         except ValueError as error:
+            self._tenant(tenant_id)
             raise InvalidRequest(str(error)) from error
         return {"job": None if job is None else _described(job)}
 
