@@ -12,7 +12,6 @@ A sharded head has a whole *replica* per rank, refreshed after each job: it is p
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -86,9 +85,7 @@ def rank_problems(config: NexusConfig, plan: Plan) -> list[str]:
     return problems
 
 
-def shard_backbone(
-    backbone: Backbone, units: Sequence[nn.Module], mesh: DeviceMesh, placement: BackbonePlacement
-) -> None:
+def shard_backbone(backbone: Backbone, mesh: DeviceMesh, placement: BackbonePlacement) -> None:
     """In place: each of its units, then what is left. Every rank must enter ``encode`` together from now on."""
     options: dict[str, Any] = {
         "mesh": mesh,
@@ -96,7 +93,7 @@ def shard_backbone(
         "mp_policy": MixedPrecisionPolicy(param_dtype=DTYPES[placement.param_dtype], cast_forward_inputs=False),
         "offload_policy": CPUOffloadPolicy() if placement.cpu_offload else OffloadPolicy(),
     }
-    for unit in units:
+    for unit in backbone.shardable_units():
         fully_shard(unit, **options)
     fully_shard(backbone, **options)
     register_fsdp_forward_method(backbone, "encode")

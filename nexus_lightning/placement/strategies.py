@@ -17,7 +17,6 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from nexus_lightning.config import PlacementConfig
-from nexus_lightning.memory import shard_units
 from nexus_lightning.module import MultiTenantModule
 from nexus_lightning.placement.plan import Plan
 from nexus_lightning.placement.sharding import needs_whole_backbone, shard_backbone, shard_head
@@ -55,9 +54,11 @@ class TenantFSDP2(ModelParallelStrategy):
         if needs_whole_backbone(module.runtime.config):
             # the whole one is the inference server's and the readers'; the actor's shards are a copy
             module.backbone = copy.deepcopy(module.runtime.backbone)
-        shard_backbone(module.backbone, shard_units(module.backbone), mesh["shard"], self.placement.backbone)
+        shard_backbone(module.backbone, mesh["shard"], self.placement.backbone)
         module.sharded_backbone = True
         if plan.heads_shard > 1:
+            # with one copy there is nobody to sum with beyond the shards
+            mesh = mesh if plan.replicate > 1 else mesh["shard"]
             for slot in module.slots.values():
                 slot.replica = shard_head(slot.head, mesh)
             module.build_objectives()

@@ -220,6 +220,13 @@ def resume(folder: Path, run_dir: str | None, max_jobs: int | None, *placement: 
     return run(folder, "+tenants=[toy,toy_sft]", "run_name=resume", *placement, change=change)
 
 
+def placement_bench(folder: Path, arguments: list[str]) -> None:
+    """What torchrun starts for ``scripts/bench/placement.py``."""
+    from scripts.bench import placement
+
+    placement.work(placement._options(arguments), folder)
+
+
 def several(folder: Path, *calls: tuple) -> dict[str, Any]:
     """Scenarios one after the other in the same ranks: ``(key, name, *args)``."""
     import nexus_lightning.trainer
