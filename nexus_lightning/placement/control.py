@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -29,7 +29,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from nexus_lightning.placement.plan import Plan
 from nexus_lightning.queues.jobs import Job
 
 if TYPE_CHECKING:
@@ -63,15 +62,20 @@ class Ranks:
         self._patient: Any = None
 
     @classmethod
-    def join(cls, plan: Plan) -> Ranks:
-        """Meet the other ranks that torchrun has started; with one process nothing happens."""
-        if plan.world_size == 1:
+    def join(cls, accelerator: str = "auto") -> Ranks:
+        """Meet the other ranks that torchrun has started; with one process nothing happens.
+
+        Before the configuration is looked at, so that what is wrong with one rank's is known to all.
+        """
+        size = int(os.environ.get("WORLD_SIZE", 1))
+        if size == 1:
             return cls()
-        ranks = cls(int(os.environ["RANK"]), plan.world_size, plan.ranks_per_node)
+        ranks = cls(int(os.environ["RANK"]), size, int(os.environ.get("LOCAL_WORLD_SIZE", size)))
         if not dist.is_initialized():
-            on_gpu = plan.kind == "cuda"
-            if on_gpu:
-                torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+            on_gpu = accelerator in ("auto", "gpu", "cuda") and torch.cuda.is_available()
+            local = int(os.environ["LOCAL_RANK"])
+            if on_gpu and local < torch.cuda.device_count():  # more ranks than devices are refused with the plan
+                torch.cuda.set_device(local)
             dist.init_process_group("nccl" if on_gpu else "gloo")
             ranks._owns_group = True
         ranks._control = dist.new_group(backend="gloo")
@@ -111,6 +115,16 @@ class Ranks:
         if self.size == 1:
             return action()
         return self._share([self._attempt(action) if self.first else None], self._patient)
+
+    def spread(self, tensors: Iterable[Tensor]) -> None:
+        """Rank 0's values of ``tensors`` on every rank, in place."""
+        if self.size == 1:
+            return
+        for tensor in tensors:
+            value = tensor.detach().cpu().contiguous()
+            dist.broadcast(value, 0, group=self._control)
+            if not self.first:
+                tensor.copy_(value)
 
     def sum(self, values: Tensor) -> Tensor:
         """Sum over all ranks of a small CPU tensor, in place."""

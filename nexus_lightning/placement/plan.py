@@ -17,6 +17,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -74,6 +75,22 @@ class Devices:
         if accelerator not in ("auto", "cpu"):
             raise ConfigError([f"placement.accelerator={accelerator}: there is none on this machine; use auto or cpu"])
         return cls("cpu", world_size, ranks_per_node, host, 1, host)
+
+
+def common_devices(by_rank: Sequence[Devices]) -> Devices:
+    """The launch as all ranks may count on it: the smallest memory that any of them has.
+
+    Raises:
+        ConfigError: their devices are not of one kind.
+    """
+    kinds = {devices.kind for devices in by_rank}
+    if len(kinds) > 1:
+        found = ", ".join(f"rank {rank} {devices.kind}" for rank, devices in enumerate(by_rank))
+        raise ConfigError([f"placement.accelerator: the ranks find different devices ({found}); use cpu, or fix them"])
+    hosts = [devices.host_bytes for devices in by_rank if devices.host_bytes is not None]
+    return replace(
+        by_rank[0], memory_bytes=min(d.memory_bytes for d in by_rank), host_bytes=min(hosts) if hosts else None
+    )
 
 
 @dataclass(frozen=True)

@@ -8,13 +8,11 @@ training step sums the active heads' gradients in one flat all_reduce (``MultiTe
 from __future__ import annotations
 
 import copy
-from typing import Any, cast, override
+from typing import Any, override
 
 import torch
-import torch.distributed as dist
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor
 
 from nexus_lightning.config import PlacementConfig
 from nexus_lightning.module import MultiTenantModule
@@ -34,9 +32,7 @@ class TenantDDP(DDPStrategy):
 
     @override
     def configure_ddp(self) -> None:
-        """No wrapper. Heads are built from seeds, alike on every rank; a broadcast makes sure of it. The backbone is
-        frozen and comes from the same file or seed: it is not sent."""
-        broadcast_tenants(cast(MultiTenantModule, self.lightning_module))
+        """No wrapper. Tenants' weights are alike on every rank before Lightning sees them (see ``trainer.train``)."""
 
 
 class TenantFSDP2(ModelParallelStrategy):
@@ -70,11 +66,6 @@ class TenantFSDP2(ModelParallelStrategy):
         return False
 
     @override
-    def model_to_device(self) -> None:
-        super().model_to_device()
-        broadcast_tenants(cast(MultiTenantModule, self.lightning_module))
-
-    @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
         return {}
 
@@ -88,10 +79,3 @@ class TenantFSDP2(ModelParallelStrategy):
         del weights_only
         return torch.load(checkpoint_path, map_location="cpu", weights_only=True)
 
-
-def broadcast_tenants(module: MultiTenantModule) -> None:
-    """Rank 0's whole heads and normalisers on every rank."""
-    for part in (module.heads, module.normalizers):
-        for tensor in part.state_dict().values():
-            if not isinstance(tensor, DTensor):
-                dist.broadcast(tensor, 0)

@@ -141,7 +141,7 @@ def work(options: argparse.Namespace, folder: Path) -> None:
     plans = {name: make_plan(name, backbone, size, on_gpu) for name in (PLACEMENTS if size > 1 else PLACEMENTS[:1])}
     if size > 1 and not dist.is_initialized():
         dist.init_process_group("nccl" if on_gpu else "gloo", timeout=timedelta(minutes=10))
-    ranks = Ranks.join(plans["ddp"]) if size > 1 else Ranks()
+    ranks = Ranks.join("gpu" if on_gpu else "cpu")
     placed = {name: Placed(name, plan, ranks, backbone, options) for name, plan in plans.items()}
     functions = {f"{name} {given}": placed[name].stepper(given) for name in placed for given in INPUTS}
     results: dict[str, Any] = {}

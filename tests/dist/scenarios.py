@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -143,12 +144,36 @@ def alone(folder: Path, *placement: str) -> dict:
 
 def producer_fails(folder: Path) -> dict:
     """Rank 1's simulators of one tenant break."""
+    from nexus_lightning.producers.rollouts import RolloutProducer
 
-    def change(config: Any) -> None:
+    roll_out = RolloutProducer._roll_out
+
+    def breaks(self: RolloutProducer, *args: Any) -> None:
         if rank() == 1:
-            config.tenants["toy"].environment.simulator["reward"] = "none such"
+            raise OSError("the simulator is gone")
+        roll_out(self, *args)
 
-    return run(folder, "+tenants=[toy,toy_sft]", "run_name=producer", change=change)
+    RolloutProducer._roll_out = breaks  # type: ignore[method-assign]
+    try:
+        return run(folder, "+tenants=[toy,toy_sft]", "run_name=producer")
+    finally:
+        RolloutProducer._roll_out = roll_out  # type: ignore[method-assign]
+
+
+def refused(folder: Path, change: str) -> str:
+    """What a run says whose configuration rank 1 alone has changed."""
+
+    def differ(config: Any) -> None:
+        if rank() == 1 and change == "differs":
+            config.tenants["toy_sft"].head["lr"], config.seed = 0.5, 7
+        if rank() == 1 and change == "wrong":
+            config.tenants["toy_sft"].weight = 0.0
+
+    try:
+        run(folder, "+tenants=[toy_sft]", "run_name=refused", change=differ)
+    except ValueError as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing was noticed"
 
 
 def interrupted(folder: Path) -> dict:
@@ -234,6 +259,6 @@ def several(folder: Path, *calls: tuple) -> dict[str, Any]:
     nexus_lightning.trainer.write_report = lambda run_dir: None  # pictures take seconds
     done = {}
     for key, name, *args in calls:
-        print(f"=== {key}", flush=True)
+        print(f"=== {key} {time.strftime('%X')}", flush=True)
         done[key] = globals()[name](folder, *args)
     return done

@@ -36,7 +36,8 @@ def ddp(folder, alone) -> list[dict[str, Any]]:
     """Two ranks; goes on where one rank had stopped."""
     names = ("on_some", "alone", "beside", "producer_fails", "schedule_differs", "sent", "interrupted")
     resumed = ("resumed", "resume", alone["begun"]["summary"]["run_dir"], 5)
-    return run_ranks("dist.scenarios:several", 2, folder, *((n, n) for n in (*SAME, *names)), resumed)
+    refused = (("differs", "refused", "differs"), ("wrong", "refused", "wrong"))
+    return run_ranks("dist.scenarios:several", 2, folder, *((n, n) for n in (*SAME, *names)), *refused, resumed)
 
 
 def largest_difference(a: dict[str, Any], b: dict[str, Any], tenant: str) -> float:
@@ -95,13 +96,20 @@ def test_a_failure_on_one_rank_takes_the_tenant_out_everywhere_and_nobody_else(d
 def test_a_producer_that_fails_on_one_rank(ddp):
     for mine in ddp:
         tenants = mine["producer_fails"]["summary"]["tenants"]
-        assert "none such" in tenants["toy"]["quarantined"] and tenants["toy"]["jobs_completed"] == 0
+        assert "the simulator is gone" in tenants["toy"]["quarantined"] and tenants["toy"]["jobs_completed"] == 0
         assert tenants["toy_sft"]["quarantined"] is None and tenants["toy_sft"]["jobs_completed"] == 3
 
 
 def test_ranks_with_different_schedules_stop_at_once(ddp):
     for mine in ddp:
         assert mine["schedule_differs"].startswith("ScheduleDiffers: the ranks have trained different jobs")
+
+
+def test_a_configuration_that_differs_on_one_rank_is_refused_on_all(ddp):
+    for mine in ddp:
+        assert "seed: rank 0 has 0, rank 1 has 7; start every rank with the same arguments" in mine["differs"]
+        assert "tenants.toy_sft.head.lr: rank 0 has" in mine["differs"] and mine["differs"].count("rank 1") == 2
+        assert mine["wrong"].startswith("ConfigError") and "tenants.toy_sft.weight" in mine["wrong"]
 
 
 def test_only_the_active_heads_gradients_travel(ddp):
