@@ -32,6 +32,8 @@ from nexus_lightning.schema import TenantSchema
 from nexus_lightning.simulator import Simulator, task_configs
 
 TASKS = ("sft", "rl", "offline_rl")
+#: Task of a tenant of the services that has had no workload yet: a schema and a head, nothing to train on.
+IDLE = "idle"
 #: Keys of a head's YAML that configure its optimizer and its feature; the rest are arguments of the head class.
 OPTIMIZER_KEYS = (
     "lr",
@@ -447,7 +449,20 @@ def validate(config: NexusConfig) -> None:
         if other != name:
             problems.append(f"tenants.{name}: differs from tenants.{other} only in case; choose another name")
         problems += _tenant_problems(f"tenants.{name}", name, tenant, config, backbone)
-    problems += _placement_problems(config)
+    problems += run_problems(config)
+    trainer = config.trainer
+    unbounded = [n for n, t in config.tenants.items() if t.target_jobs is None]
+    if unbounded and trainer.max_jobs is None and trainer.max_time is None and not trainer.fast_dev_run:
+        problems.append(
+            f"nothing ends this run: set trainer.max_jobs, trainer.max_time or tenants.{unbounded[0]}.target_jobs"
+        )
+    if problems:
+        raise ConfigError(problems)
+
+
+def run_problems(config: NexusConfig) -> list[str]:
+    """What is wrong with everything but the tenants and the backbone."""
+    problems = _placement_problems(config)
     inference = config.queues.inference
     if inference.max_batch_size < 1:
         problems.append(f"queues.inference.max_batch_size={inference.max_batch_size}: must be at least 1")
@@ -464,13 +479,15 @@ def validate(config: NexusConfig) -> None:
     for key in ("jobs_per_round", "checkpoint_every_n_jobs", "keep_payloads"):
         if getattr(trainer, key) < 1:
             problems.append(f"trainer.{key}={getattr(trainer, key)}: must be at least 1")
-    unbounded = [n for n, t in config.tenants.items() if t.target_jobs is None]
-    if unbounded and trainer.max_jobs is None and trainer.max_time is None and not trainer.fast_dev_run:
-        problems.append(
-            f"nothing ends this run: set trainer.max_jobs, trainer.max_time or tenants.{unbounded[0]}.target_jobs"
-        )
-    if problems:
-        raise ConfigError(problems)
+    return problems
+
+
+def tenant_problems(key: str, name: str, tenant: TenantConfig, config: NexusConfig) -> list[str]:
+    """What is wrong with one tenant that joins a run of ``config``, one line each, every key after ``key``.
+
+    Of an :data:`IDLE` one only schema, head and shares are looked at.
+    """
+    return _tenant_problems(key, name, tenant, config, _check_class(config.backbone, "backbone", []))
 
 
 def _placement_problems(config: NexusConfig) -> list[str]:
@@ -511,7 +528,7 @@ def _tenant_problems(key: str, name: str, tenant: TenantConfig, config: NexusCon
     problems: list[str] = []
     if not TENANT_NAME.match(name):
         problems.append(f"{key}: name must start with a letter and hold only letters, digits, _ and - (64 at most)")
-    if tenant.task not in TASKS:
+    if tenant.task not in TASKS and not (tenant.task == IDLE and name not in config.tenants):
         problems.append(f"{key}.task={tenant.task}: choose one of {', '.join(TASKS)}")
     schema = schema_of(tenant.schema)
     problems += [f"{key}.schema.{p}" for p in schema.problems()]
@@ -559,12 +576,16 @@ def _head_problems(key: str, tenant: TenantConfig, backbone: Any) -> list[str]:
     schedule = tenant.head.get("lr_schedule", "constant")
     if schedule not in LR_SCHEDULES:
         problems.append(f"{key}.head.lr_schedule={schedule}: choose one of {', '.join(LR_SCHEDULES)}")
-    if schedule == "cosine" and (tenant.target_jobs is None or tenant.dataset is None or tenant.task == "rl"):
+    if (
+        schedule == "cosine"
+        and tenant.task != IDLE
+        and (tenant.target_jobs is None or tenant.dataset is None or tenant.task == "rl")
+    ):
         problems.append(
             f"{key}.head.lr_schedule=cosine: needs {key}.target_jobs and jobs of a dataset, which say how many steps "
             "there are; use constant"
         )
-    if cls is not None and tenant.task != "sft" and not getattr(cls, "supports_rl", False):
+    if cls is not None and tenant.task not in ("sft", IDLE) and not getattr(cls, "supports_rl", False):
         problems.append(
             f"{key}.head={cls.__name__}: has no log-probabilities and no critic, so it cannot train by {tenant.task}; "
             "use mlp"

@@ -18,6 +18,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from nexus_lightning.backbone import Backbone, VLAFeature
 from nexus_lightning.checkpoint import read_payload
+from nexus_lightning.config import IDLE
 from nexus_lightning.features.grouping import EncodeRequest, EncodeStats, cut_passes, encode_together, kinds_of
 from nexus_lightning.features.reuse import PROBE_INSTRUCTION, blank_observation, full_precision
 from nexus_lightning.objectives import (
@@ -30,7 +31,6 @@ from nexus_lightning.objectives import (
 )
 from nexus_lightning.placement.control import Failure, Ranks, agreed_failures
 from nexus_lightning.placement.shares import Minibatch, Moments, RowWeights, cut_in_order, cut_permutation, rows_of
-from nexus_lightning.schema import TenantSchema
 from nexus_lightning.tenant import TenantSlot, derive_seed
 
 if TYPE_CHECKING:
@@ -114,9 +114,52 @@ class MultiTenantModule(L.LightningModule):
 
     def build_objectives(self) -> None:
         """What every tenant minimises; again when its head has been replaced by a sharded one."""
-        self.objectives = {
-            name: build_objective(slot, partial(self._draw_demonstrations, slot)) for name, slot in self.slots.items()
-        }
+        self.objectives = {name: self._objective(slot) for name, slot in self.slots.items()}
+
+    def _objective(self, slot: TenantSlot) -> Objective:
+        return build_objective(slot, partial(self._draw_demonstrations, slot))
+
+    # -------------------------------------------------------------------------------- tenants that come and go
+
+    def add_tenant(self, slot: TenantSlot) -> None:
+        """A slot that the runtime has just taken into :attr:`slots`; between two jobs only, like all of this section.
+
+        Inside ``training_step`` Lightning holds the optimizers that it wraps. A new list, because the wrappers are made
+        when it is assigned.
+        """
+        self.heads[slot.name], self.normalizers[slot.name] = slot.head, slot.normalizer
+        for part in (slot.head, slot.normalizer, slot.ema):
+            self._place(part)
+        slot.build_optimizer()
+        self.follow_workload(slot)
+
+    def follow_workload(self, slot: TenantSlot) -> None:
+        """A tenant's optimizer, Q networks and objective have changed."""
+        if slot.name in self.critics:
+            self.critics.pop(slot.name)
+        if slot.critic is not None:
+            self.critics[slot.name] = slot.critic
+            self._place(slot.critic)
+        self.objectives.pop(slot.name, None)
+        if slot.spec.config.task != IDLE:
+            self.objectives[slot.name] = self._objective(slot)
+        self._hand_over_optimizers()
+
+    def remove_tenant(self, name: str) -> None:
+        """Forget a tenant that the runtime has taken out of :attr:`slots`."""
+        for parts in (self.heads, self.normalizers, self.critics):
+            if name in parts:
+                parts.pop(name)
+        self.objectives.pop(name, None)
+        self._hand_over_optimizers()
+
+    def _place(self, part: nn.Module | None) -> None:
+        if part is not None:
+            self.trainer.precision_plugin.convert_module(part).to(self.device)
+
+    def _hand_over_optimizers(self) -> None:
+        optimizers = [slot.optimizer for slot in self.slots.values() if slot.optimizer is not None]
+        self.trainer.strategy.optimizers = optimizers
 
     # ------------------------------------------------------------------------------------------------- training
 
@@ -578,15 +621,7 @@ class MultiTenantModule(L.LightningModule):
             entry = saved["tenants"].get(name)
             if entry is None:  # a tenant that was not in the interrupted run starts fresh
                 continue
-            payload = read_payload(self.runtime.run_dir / entry)
-            changed = TenantSchema(**payload.manifest["schema"]).differences(slot.spec.schema)
-            if changed:
-                raise ValueError(
-                    f"tenant {name!r}: the checkpoint's schema differs from the configured one in {'; '.join(changed)}"
-                )
-            slot.load_tensors(payload.tensors)
-            assert payload.rng is not None
-            slot.load_state(payload.state, payload.optimizer, payload.rng)
+            slot.restore(read_payload(self.runtime.run_dir / entry))
         self.runtime.restore(saved)
 
 

@@ -188,6 +188,31 @@ class ServedPolicies:
                 policies.drop_unused()
         return digest
 
+    def renormalize(self, tenant: str, normalizer: Normalizer) -> None:
+        """Give the latest version other statistics (those of the tenant's first dataset); its weights stay."""
+        copied = copy.deepcopy(normalizer).requires_grad_(False).eval().to(self.backbone.device)
+        with self._lock:
+            self._find(tenant, None).normalizer = copied
+
+    def load(self, tenant: str, version: int, head: ActionHead, normalizer: Normalizer) -> None:
+        """Serve an older version beside the latest one, pinned (see :meth:`pin`); ``head`` becomes the table's own.
+
+        Raises:
+            ValueError: no such tenant, or the version is not older than the latest one.
+        """
+        head = head.requires_grad_(False).eval().to(self.backbone.device)
+        normalizer = copy.deepcopy(normalizer).requires_grad_(False).eval().to(self.backbone.device)
+        with self._lock:
+            policies = self._policies(tenant)
+            if version not in policies.versions:
+                if version > policies.latest:
+                    raise ValueError(
+                        f"tenant {tenant!r}: version {version} is newer than {policies.latest}: publish it"
+                    )
+                schema, digest = self._find(tenant, None).schema, tensors_digest(_state(head))
+                policies.versions[version] = Served(tenant, version, head, normalizer, schema, digest, False)
+            policies.versions[version].pins += 1
+
     def remove(self, tenant: str) -> None:
         """Forget a tenant at once, pinned versions too; requests in service finish.
 
@@ -807,7 +832,9 @@ class TenantInferenceServer(InferenceServer):
         self.max_rows = max_rows
         self.on_batch = on_batch
         self._counters: Counter[str] = Counter()
+        self._call_sizes: Counter[int] = Counter()
         self._stacks: dict[tuple[tuple[str, int, str], ...], _Stack] = {}
+        self._stacks_lock = threading.Lock()
         self._tenants: defaultdict[str, _TenantFigures] = defaultdict(_TenantFigures)
 
     def shutdown(self, timeout: float | None = 5.0) -> None:
@@ -815,6 +842,13 @@ class TenantInferenceServer(InferenceServer):
         self._shutdown_event.set()
         self.transport.wake()
         super().shutdown(timeout)
+
+    def forget(self, tenant: str) -> None:
+        """Drop what is kept of a tenant that was removed: its figures, and stacks with a copy of its head."""
+        with self._stacks_lock:
+            self._stacks = {k: s for k, s in self._stacks.items() if all(name != tenant for name, _, _ in k)}
+        with self._stats_lock:
+            self._tenants.pop(tenant, None)
 
     def client(
         self,
@@ -837,7 +871,8 @@ class TenantInferenceServer(InferenceServer):
     def stats(self, *, reset: bool = False) -> dict[str, Any]:
         """The base class's rates and latencies (its ``requests`` are rows here), and totals since construction.
 
-        ``backbone_calls``, ``rows_served``, ``rows_failed``, ``tokens`` and ``padding_tokens`` (backbone outputs),
+        ``backbone_calls``, ``shared_backbone_calls`` (with rows of several tenants), ``call_sizes`` (rows of a call ->
+        calls), ``rows_served``, ``rows_failed``, ``tokens`` and ``padding_tokens`` (backbone outputs),
         ``rows_by_tenant``, and ``tenants``: per tenant the figures of :meth:`summary` with their histograms
         (``wait_bins``, ``held_bins``, ``latency_bins``: upper edge in seconds, count; ``batch_rows_bins``: rows at
         most, batches). ``reset`` restarts the rates and latencies, not the totals.
@@ -845,8 +880,9 @@ class TenantInferenceServer(InferenceServer):
         stats: dict[str, Any] = dict(super().stats(reset=reset))
         for single_tenant in ("policy_version", "weight_updates"):
             del stats[single_tenant]
-        names = ("backbone_calls", "rows_served", "rows_failed", "tokens", "padding_tokens")
+        names = ("backbone_calls", "shared_backbone_calls", "rows_served", "rows_failed", "tokens", "padding_tokens")
         with self._stats_lock:
+            stats["call_sizes"] = dict(sorted(self._call_sizes.items()))
             stats |= {name: self._counters[name] for name in names}
             stats["rows_by_tenant"] = {name: f.rows for name, f in self._tenants.items() if f.rows}
             stats["tenants"] = {name: f.summary() | f.histograms() for name, f in self._tenants.items()}
@@ -961,6 +997,8 @@ class TenantInferenceServer(InferenceServer):
             raise RuntimeError(f"backbone returned batch {list(features.batch_size)} for {rows} rows")
         tenants = {piece.request.served.tenant for piece in pieces}
         with self._stats_lock:
+            self._call_sizes[rows] += 1
+            self._counters["shared_backbone_calls"] += len(tenants) > 1
             for figures in (self._tenants[tenant] for tenant in tenants):
                 figures.calls += 1
                 figures.shared_calls += len(tenants) > 1
@@ -1000,10 +1038,11 @@ class TenantInferenceServer(InferenceServer):
         order = sorted(runs, key=lambda run: run.request.served.tenant)  # one stack, whoever came first
         served = [run.request.served for run in order]
         key = tuple((each.tenant, each.version, each.digest) for each in served)
-        stack = self._stacks.pop(key, None) or _Stack([each.head for each in served])
-        self._stacks[key] = stack  # the newest last
-        while len(self._stacks) > MAX_STACKS:
-            del self._stacks[next(iter(self._stacks))]
+        with self._stacks_lock:
+            stack = self._stacks.pop(key, None) or _Stack([each.head for each in served])
+            self._stacks[key] = stack  # the newest last
+            while len(self._stacks) > MAX_STACKS:
+                del self._stacks[next(iter(self._stacks))]
         states, noises = zip(*map(self._inputs, order), strict=True)
         noise = None if noises[0] is None else torch.stack(noises)
         given = stack(encoded.read_together(order), torch.stack(states), noise)

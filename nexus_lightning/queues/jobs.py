@@ -307,6 +307,7 @@ class Scheduler:
         self._run_token = uuid.uuid4().hex[:8]
         self._seq = {"created": 0, "ready": 0, "lease": 0, "registration": 0}
         self._closed = False
+        self._woken = False
         self._journal = journal
         self._restored: dict[str, dict[str, Any]] = {}  # counters of tenants that are not registered again yet
         if journal is not None:
@@ -531,7 +532,7 @@ class Scheduler:
         Args:
             actor_versions: tenant -> its policy version at the actor. Jobs of tenants not named here are left alone.
             timeout_s: how long to wait for one; 0 does not wait. The wait ends early when a job of these tenants needs
-                the actor forward: that is the caller's work, too.
+                the actor forward: that is the caller's work, too; and after :meth:`wake`.
             deadline_s: the lease returns by itself after so many seconds.
             where: leaves other jobs alone (it runs under the scheduler's lock: look, do not call back); None for all.
 
@@ -553,13 +554,21 @@ class Scheduler:
                 if not dropped and first is not None:
                     return self._lease(first, deadline_s)
                 if not dropped:
-                    if any(name in actor_versions for name in self._waiting[JobState.NEEDS_ACTOR_FORWARD]):
+                    if self._woken or any(n in actor_versions for n in self._waiting[JobState.NEEDS_ACTOR_FORWARD]):
+                        self._woken = False
                         return None
                     remaining_s = end_s - self._clock()
                     if timed_out or remaining_s <= 0:
                         return None
                     timed_out = not self._changed.wait(remaining_s)
             self._announce(dropped)
+
+    def wake(self) -> None:
+        """The waiting (or else the next) :meth:`lease_next` that finds nothing returns at once: its caller has other
+        work."""
+        with self._changed:
+            self._woken = True
+            self._changed.notify_all()
 
     def complete(self, job_id: str, *, lease_id: int | None = None, **metadata: Any) -> Job:
         """LEASED -> COMPLETED.
@@ -667,6 +676,11 @@ class Scheduler:
         """Dropped jobs of a tenant."""
         with self._changed:
             return self._tenant(tenant_id).ended[JobState.DROPPED]
+
+    def registered(self, tenant_id: str) -> bool:
+        """Whether a tenant is registered."""
+        with self._changed:
+            return tenant_id in self._tenants
 
     def completed(self, tenant_id: str) -> int:
         """Completed jobs of a tenant."""
