@@ -374,6 +374,7 @@ def resolve_run(config: NexusConfig) -> tuple[Path, Path | None]:
 
 
 def _link_latest(output: Path, run_dir: Path) -> None:
+    output.mkdir(parents=True, exist_ok=True)  # a resumed run lies where it did
     link, temporary = output / "latest", output / f".latest-{os.getpid()}"
     temporary.symlink_to(os.path.relpath(run_dir, output))
     temporary.replace(link)

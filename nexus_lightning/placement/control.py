@@ -19,6 +19,7 @@ These messages go over a gloo group of their own. Tensors (gradients) go over th
 from __future__ import annotations
 
 import hashlib
+import logging
 import os
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -34,6 +35,7 @@ from nexus_lightning.queues.jobs import Job
 if TYPE_CHECKING:
     from nexus_lightning.runtime import Runtime
 
+log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 #: Seconds between two ticks of an idle run, and while another rank is not ready yet.
@@ -76,7 +78,7 @@ class Ranks:
             local = int(os.environ["LOCAL_RANK"])
             if on_gpu and local < torch.cuda.device_count():  # more ranks than devices are refused with the plan
                 torch.cuda.set_device(local)
-            dist.init_process_group("nccl" if on_gpu else "gloo")
+            dist.init_process_group("nccl" if on_gpu else "gloo", **_fresh_store())
             ranks._owns_group = True
         ranks._control = dist.new_group(backend="gloo")
         ranks._patient = dist.new_group(backend="gloo", timeout=PREPARATION_TIMEOUT)
@@ -158,6 +160,25 @@ class Ranks:
         if error is not None:
             raise error
         return value
+
+
+def _fresh_store() -> dict[str, Any]:
+    """Arguments of ``init_process_group`` that keep ranks which torchrun has started again from meeting the dead ones.
+
+    torchrun's store outlives its ranks, and with it the addresses of those that died (pytorch#135712). On one machine
+    the number of restarts tells the attempts apart. Machines count restarts each for themselves: there torchrun must
+    not share its store (scripts/launch/torchrun.sh).
+    """
+    shared = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    if not shared or int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", 0)) == 0:
+        return {}
+    if int(os.environ["GROUP_WORLD_SIZE"]) > 1:
+        if os.environ["RANK"] == "0":
+            log.warning("torchrun may fail to restart several machines: set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1")
+        return {}
+    store, rank, size = next(dist.rendezvous("env://"))
+    attempt = os.environ["TORCHELASTIC_RESTART_COUNT"]
+    return {"store": dist.PrefixStore(f"attempt_{attempt}", store), "rank": rank, "world_size": size}
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,8 @@
 # torchrun starts them again, at most RESTARTS times; the run goes on from its last checkpoint.
 # On SIGTERM torchrun gives its ranks 30 s (its own limit) to finish a job and save; slurm.sbatch gives them more.
 set -euo pipefail
+# The ranks' addresses must not outlive them, or ranks that were started again look for dead ones (pytorch#135712).
+export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 exec "${TORCHRUN:-.venv/bin/torchrun}" \
     --nnodes="${NODES:-1}" \

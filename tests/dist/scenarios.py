@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import copy
 import os
+import runpy
+import signal
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -23,17 +28,23 @@ def rank() -> int:
     return int(os.environ.get("RANK", 0))
 
 
-def toy(folder: Path, *overrides: str, backbone: dict | None = None, jobs: int = 3) -> Any:
-    """The real configuration, shrunk; heads draw nothing in their loss unless a test says so."""
+@cache
+def composed(*overrides: str) -> Any:
     from hydra import compose, initialize_config_dir
 
     from nexus_lightning.config import head_overrides, register_configs, to_config
 
     register_configs()
     with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
-        given = [f"output_dir={folder}/outputs", f"data_dir={folder}/data", "logger=csv"]
-        cfg = compose("config", overrides=[*given, "trainer.enable_progress_bar=false", *head_overrides([*overrides])])
-    config = to_config(cfg, head_dir=ROOT / "conf" / "head")
+        given = ["logger=csv", "trainer.enable_progress_bar=false"]
+        return to_config(compose("config", overrides=[*given, *head_overrides([*overrides])]), ROOT / "conf" / "head")
+
+
+def toy(folder: Path, *overrides: str, backbone: dict | None = None, jobs: int = 3) -> Any:
+    """The real configuration, shrunk; heads draw nothing in their loss unless a test says so."""
+    named = [o.removeprefix("run_name=") for o in overrides if o.startswith("run_name=")]
+    config = copy.deepcopy(composed(*(o for o in overrides if not o.startswith("run_name="))))
+    config.output_dir, config.data_dir, config.run_name = f"{folder}/outputs", f"{folder}/data", named[0]
     config.backbone = backbone or {"_target_": "fakes.FakeBackbone"}
     for tenant in config.tenants.values():
         tenant.eval = replace(tenant.eval, episodes=5, every_n_jobs=None, at_start=False, video=False)
@@ -178,8 +189,6 @@ def refused(folder: Path, change: str) -> str:
 
 def interrupted(folder: Path) -> dict:
     """Rank 1 alone gets a SIGTERM after two jobs."""
-    import signal
-
     from nexus_lightning.runtime import Runtime
 
     complete = Runtime.complete
@@ -245,6 +254,62 @@ def resume(folder: Path, run_dir: str | None, max_jobs: int | None, *placement: 
     return run(folder, "+tenants=[toy,toy_sft]", "run_name=resume", *placement, change=change)
 
 
+# ------------------------------------------------------------------------------------------------- under torchrun
+
+#: The scenario ``sft``, as arguments of train.py.
+SFT = (
+    "+tenants=[toy_sft]",
+    "logger=csv",
+    "trainer.enable_progress_bar=false",
+    "trainer.checkpoint_every_n_jobs=1",
+    "tenants.toy_sft.target_jobs=3",
+    "tenants.toy_sft.max_in_flight=1",
+    "tenants.toy_sft.head.state_noise=0.0",
+    *(f"tenants.toy_sft.dataset.{o}" for o in ("record.workers=1", "record.episodes=6", "batch_size=32")),
+    "tenants.toy_sft.dataset.batches_per_job=4",
+    *(f"tenants.toy_sft.eval.{o}" for o in ("episodes=5", "every_n_jobs=null", "at_start=false", "video=false")),
+)
+FAKE = (
+    "backbone._target_=fakes.FakeBackbone",
+    "~backbone.pretrained",
+    "~backbone.blind",
+    "~backbone.cached_instructions",
+)
+
+
+def train_py(folder: Path, *arguments: str) -> None:
+    """The command line in this process."""
+    no_pictures()
+    os.chdir(ROOT)
+    sys.argv = ["train.py", *arguments, f"output_dir={folder}/outputs", f"data_dir={folder.parent}/data"]
+    runpy.run_path("train.py", run_name="__main__")
+
+
+class KilledOnce(ChunkMLPHead):
+    """Its process on rank 1 is killed in its seventh loss (the second job), unless torchrun has started it again."""
+
+    def loss(self, features, state, actions, is_pad):
+        self.calls = getattr(self, "calls", 0) + 1
+        if self.calls == 7 and rank() == 1 and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().loss(features, state, actions, is_pad)
+
+
+def dies(folder: Path, *arguments: str) -> None:
+    """The command line; rank 1 fails outside any tenant's part after its second job."""
+    from nexus_lightning.runtime import Runtime
+
+    complete = Runtime.complete
+
+    def complete_and_fail(self: Runtime, *args: Any) -> None:
+        complete(self, *args)
+        if self.job_index == 2 and rank() == 1:
+            raise MemoryError("rank 1 is out of memory")
+
+    Runtime.complete = complete_and_fail  # type: ignore[method-assign]
+    train_py(folder, *arguments)
+
+
 def placement_bench(folder: Path, arguments: list[str]) -> None:
     """What torchrun starts for ``scripts/bench/placement.py``."""
     from scripts.bench import placement
@@ -252,11 +317,16 @@ def placement_bench(folder: Path, arguments: list[str]) -> None:
     placement.work(placement._options(arguments), folder)
 
 
-def several(folder: Path, *calls: tuple) -> dict[str, Any]:
-    """Scenarios one after the other in the same ranks: ``(key, name, *args)``."""
+def no_pictures() -> None:
+    """A report's pictures take seconds."""
     import nexus_lightning.trainer
 
-    nexus_lightning.trainer.write_report = lambda run_dir: None  # pictures take seconds
+    nexus_lightning.trainer.write_report = lambda run_dir: None
+
+
+def several(folder: Path, *calls: tuple) -> dict[str, Any]:
+    """Scenarios one after the other in the same ranks: ``(key, name, *args)``."""
+    no_pictures()
     done = {}
     for key, name, *args in calls:
         print(f"=== {key} {time.strftime('%X')}", flush=True)
