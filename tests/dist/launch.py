@@ -31,6 +31,7 @@ def run_ranks(function: str, size: int, folder: Path, *args: Any, deadline_s: fl
         AssertionError: a rank raised, died or was not done at the deadline; with everybody's output.
     """
     folder.mkdir(parents=True, exist_ok=True)
+    (folder / "store").unlink(missing_ok=True)  # addresses of an earlier launch
     context = _context()
     processes = [
         context.Process(target=_rank, args=(function, rank, size, folder, args), name=f"rank-{rank}")

@@ -66,7 +66,8 @@ def result(summary: dict[str, Any]) -> dict[str, Any]:
     for name in summary["tenants"]:
         if (run_dir / "tenants" / name).is_dir():
             payload = read_payload(resolve_payload(run_dir / "tenants" / name))
-            payloads[name] = {"tensors": payload.tensors, "optimizer": payload.optimizer, "state": payload.state}
+            names = ("tensors", "optimizer", "state", "rng")
+            payloads[name] = {key: getattr(payload, key) for key in names}
     metrics = (run_dir / "metrics.csv").read_text() if (run_dir / "metrics.csv").exists() else ""
     return {"summary": summary, "payloads": payloads, "metrics": metrics, "files": sorted(os.listdir(run_dir))}
 

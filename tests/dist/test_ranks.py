@@ -12,32 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from dist.conftest import SAME
 from dist.launch import run_ranks
 
 TOLERANCE = 2e-6
-SAME = ("sft", "uneven", "rl", "grpo")
-SHARDED = ("placement=fsdp2", "placement.heads.shard=2")
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory) -> Path:
-    return tmp_path_factory.mktemp("ranks")
-
-
-@pytest.fixture(scope="module")
-def alone(folder) -> dict[str, Any]:
-    """One rank."""
-    calls = [*((name, name) for name in SAME), ("begun", "resume", None, 2)]
-    return run_ranks("dist.scenarios:several", 1, folder, *calls)[0]
-
-
-@pytest.fixture(scope="module")
-def ddp(folder, alone) -> list[dict[str, Any]]:
-    """Two ranks; goes on where one rank had stopped."""
-    names = ("on_some", "alone", "beside", "producer_fails", "schedule_differs", "sent", "interrupted")
-    resumed = ("resumed", "resume", alone["begun"]["summary"]["run_dir"], 5)
-    refused = (("differs", "refused", "differs"), ("wrong", "refused", "wrong"))
-    return run_ranks("dist.scenarios:several", 2, folder, *((n, n) for n in (*SAME, *names)), *refused, resumed)
 
 
 def largest_difference(a: dict[str, Any], b: dict[str, Any], tenant: str) -> float:
@@ -126,23 +105,25 @@ def test_a_signal_on_one_rank_stops_all_after_the_job_and_saves(ddp):
     assert (Path(ddp[0]["interrupted"]["summary"]["run_dir"]) / "checkpoints" / "last.ckpt").is_file()
 
 
-def test_checkpoints_move_between_world_sizes(folder, alone, ddp):
-    """1 rank for 2 jobs, 2 ranks up to 5, 1 rank to the end, against 1 rank throughout."""
-    run_dir = ddp[0]["resumed"]["summary"]["run_dir"]
-    assert run_dir == alone["begun"]["summary"]["run_dir"]
-    calls = [("whole", "resume", None, None), ("rest", "resume", run_dir, None)]
-    one = run_ranks("dist.scenarios:several", 1, folder, *calls)[0]
+def test_checkpoints_move_between_world_sizes_and_placements(folder, alone, ddp, fsdp2):
+    """1 rank for 2 jobs, 2 whole ones up to 4, with shards up to 6, whole up to 7, 1 rank to the end: weights, moments,
+    counters and random state are those of 1 rank throughout."""
+    stages = [alone["begun"], ddp[0]["resumed"], fsdp2[0]["resumed"], fsdp2[0]["back"]]
+    assert len({stage["summary"]["run_dir"] for stage in stages}) == 1, "one run folder"
+    jobs = [sum(t["jobs_completed"] for t in stage["summary"]["tenants"].values()) for stage in stages]
+    assert jobs == [2, 4, 6, 7]
+    calls = [("rest", "resume", stages[0]["summary"]["run_dir"], None)]
+    rest = run_ranks("dist.scenarios:several", 1, folder, *calls)[0]["rest"]
     for tenant in ("toy", "toy_sft"):
-        assert one["rest"]["summary"]["tenants"][tenant]["jobs_completed"] == 4
-        assert largest_difference(one["whole"], one["rest"], tenant) < TOLERANCE
-
-
-@pytest.fixture(scope="module")
-def fsdp2(folder, alone) -> list[dict[str, Any]]:
-    """A sharded backbone, with whole heads and (``*_heads``) with sharded ones."""
-    whole = [(name, name, "placement=fsdp2") for name in ("uneven", "grpo", "beside")]
-    sharded = [(f"{name}_heads", name, *SHARDED) for name in ("sft", "uneven", "grpo", "beside")]
-    return run_ranks("dist.scenarios:several", 2, folder / "fsdp2", *whole, *sharded)
+        assert rest["summary"]["tenants"][tenant]["jobs_completed"] == 4
+        assert largest_difference(alone["whole"], rest, tenant) < TOLERANCE
+        one, other = alone["whole"]["payloads"][tenant], rest["payloads"][tenant]
+        assert torch.equal(one["rng"], other["rng"])
+        counters = ("policy_version", "optimizer_steps", "cursor", "lr_scheduler")
+        assert [one["state"][k] for k in counters] == [other["state"][k] for k in counters]
+        for index, moments in one["optimizer"]["state"].items():
+            for name, value in moments.items():
+                torch.testing.assert_close(other["optimizer"]["state"][index][name], value, rtol=1e-3, atol=1e-6)
 
 
 @pytest.mark.parametrize("name", ["uneven", "grpo", "sft_heads", "uneven_heads", "grpo_heads"])

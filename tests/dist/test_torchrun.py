@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,32 +14,17 @@ from dist.scenarios import FAKE, SFT
 from nexus_lightning.checkpoint import read_payload, resolve_payload
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory) -> Path:
-    return tmp_path_factory.mktemp("torchrun")
-
-
-@pytest.fixture(scope="module")
-def whole(folder) -> Path:
-    """The run folder of an uninterrupted run on two ranks."""
-    torchrun("dist.scenarios:train_py", folder / "whole", *SFT, *FAKE)
-    return folder / "whole" / "outputs" / "latest"
-
-
-def payload(run_dir: Path, tenant: str = "toy_sft"):
-    return read_payload(resolve_payload(run_dir / "tenants" / tenant))
-
-
-def assert_equal(a: Path, b: Path) -> None:
-    one, two = payload(a), payload(b)
-    assert one.state["jobs_completed"] == two.state["jobs_completed"] == 3
-    assert all(torch.equal(v, two.tensors[k]) for k, v in one.tensors.items()), "bit for bit"
-    moments = one.optimizer["state"]
+def assert_whole(run_dir: Path, expected: dict[str, Any], tenant: str = "toy_sft") -> None:
+    """Its payload is that of an uninterrupted run."""
+    one, two = expected["payloads"][tenant], read_payload(resolve_payload(run_dir / "tenants" / tenant))
+    assert one["state"]["jobs_completed"] == two.state["jobs_completed"] == 3
+    assert all(torch.equal(v, two.tensors[k]) for k, v in one["tensors"].items()), "bit for bit"
+    moments = one["optimizer"]["state"]
     assert all(torch.equal(v, two.optimizer["state"][i][k]) for i, m in moments.items() for k, v in m.items())
-    assert torch.equal(one.rng, two.rng)
+    assert torch.equal(one["rng"], two.rng)
 
 
-def test_a_rank_that_is_killed_once(folder, whole):
+def test_a_rank_that_is_killed_once(folder, ddp):
     """torchrun starts both again; they go on from their checkpoint in the same folder, as if nothing had happened."""
     head = "tenants.toy_sft.head._target_=dist.scenarios.KilledOnce"
     said = torchrun("dist.scenarios:train_py", folder / "killed", *SFT, *FAKE, head, max_restarts=1)
@@ -46,10 +32,10 @@ def test_a_rank_that_is_killed_once(folder, whole):
     assert [p.name for p in outputs.iterdir() if not p.is_symlink()] == ["killed"], "torchrun's run id names the folder"
     assert said.count("(resumed from") == 1 and "SIGKILL" in said
     assert json.loads((outputs / "latest" / "summary.json").read_text())["tenants"]["toy_sft"]["eval"]["n"] == 5
-    assert_equal(outputs / "latest", whole)
+    assert_whole(outputs / "latest", ddp[0]["sft"])
 
 
-def test_a_rank_that_dies_says_why_and_leaves_a_checkpoint(folder, whole):
+def test_a_rank_that_dies_says_why_and_leaves_a_checkpoint(folder, ddp):
     with pytest.raises(AssertionError) as error:
         torchrun("dist.scenarios:dies", folder / "dies", *SFT, *FAKE)
     said = str(error.value)
@@ -59,7 +45,7 @@ def test_a_rank_that_dies_says_why_and_leaves_a_checkpoint(folder, whole):
     saved = torch.load(run_dir / "checkpoints" / "last.ckpt", weights_only=True)["nexus"]
     assert saved["job_index"] == 1, "the job that it died in was not saved by all"
     run_ranks("dist.scenarios:train_py", 2, folder / "dies", *SFT, *FAKE, f"ckpt_path={run_dir.resolve()}")
-    assert_equal(run_dir, whole)
+    assert_whole(run_dir, ddp[0]["sft"])
 
 
 def test_the_command_line_with_a_real_architecture_in_shards(folder):
