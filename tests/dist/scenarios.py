@@ -286,6 +286,13 @@ def train_py(folder: Path, *arguments: str) -> None:
     runpy.run_path("train.py", run_name="__main__")
 
 
+class AlwaysNaN(ChunkMLPHead):
+    """A test double."""
+
+    def loss(self, features, state, actions, is_pad):
+        return {k: v * float("nan") for k, v in super().loss(features, state, actions, is_pad).items()}
+
+
 class KilledOnce(ChunkMLPHead):
     """Its process on rank 1 is killed in its seventh loss (the second job), unless torchrun has started it again."""
 

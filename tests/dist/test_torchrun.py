@@ -25,13 +25,21 @@ def assert_whole(run_dir: Path, expected: dict[str, Any], tenant: str = "toy_sft
 
 
 def test_a_rank_that_is_killed_once(folder, ddp):
-    """torchrun starts both again; they go on from their checkpoint in the same folder, as if nothing had happened."""
+    """torchrun starts both again; they go on from their checkpoint in the same folder, as if nothing had happened.
+
+    A run that has ended with a tenant in quarantine is over: it is not started again.
+    """
     head = "tenants.toy_sft.head._target_=dist.scenarios.KilledOnce"
-    said = torchrun("dist.scenarios:train_py", folder / "killed", *SFT, *FAKE, head, max_restarts=1)
+    beside = ["+tenant@tenants.nan=toy_sft", *(o.replace("tenants.toy_sft.", "tenants.nan.") for o in SFT[4:])]
+    beside.append("tenants.nan.head._target_=dist.scenarios.AlwaysNaN")
+    said = torchrun("dist.scenarios:train_py", folder / "killed", *SFT, *FAKE, head, *beside, max_restarts=2)
     outputs = folder / "killed" / "outputs"
     assert [p.name for p in outputs.iterdir() if not p.is_symlink()] == ["killed"], "torchrun's run id names the folder"
     assert said.count("(resumed from") == 1 and "SIGKILL" in said
-    assert json.loads((outputs / "latest" / "summary.json").read_text())["tenants"]["toy_sft"]["eval"]["n"] == 5
+    tenants = json.loads((outputs / "latest" / "summary.json").read_text())["tenants"]
+    assert tenants["toy_sft"]["eval"]["n"] == 5
+    assert "NonFiniteLoss" in tenants["nan"]["quarantined"] and "tenant nan was quarantined" in said
+    assert (outputs / "latest" / "errors" / "nan.txt").is_file(), "and torchrun did not start them a third time"
     assert_whole(outputs / "latest", ddp[0]["sft"])
 
 
