@@ -637,7 +637,7 @@ def _environment_problems(key: str, tenant: TenantConfig) -> list[str]:
     if gripper != tenant.schema.gripper:
         problems.append(f"{key}.schema.gripper={tenant.schema.gripper}: {cls.__name__} uses {gripper}")
     orientation = getattr(cls, "image_orientation", tenant.schema.image_orientation)
-    if tenant.schema.cameras and orientation != tenant.schema.image_orientation:
+    if tenant.schema.cameras and orientation not in (None, tenant.schema.image_orientation):
         problems.append(
             f"{key}.schema.image_orientation={tenant.schema.image_orientation}: {cls.__name__} gives {orientation} "
             f"images; set it to {orientation}, and {key}.dataset.conventions.image_orientation where a dataset differs"

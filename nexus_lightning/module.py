@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -302,19 +303,18 @@ class MultiTenantModule(L.LightningModule):
             return None
         given = (full_precision(batch), slot.jobs_completed)
         losses = objective.loss(*given) if shares is None else self._ranked(update).loss(*given, shares)
-        loss = losses["loss"]
-        if not bool(torch.isfinite(loss.detach()).all()):
-            where = f"tenant {slot.name!r}, optimizer step {slot.optimizer_steps}"
-            raise NonFiniteLoss(f"{where}: loss is {float(loss.detach())}")
+        loss = _finite(slot, losses["loss"])
         update.history.append({k: v.detach() for k, v in losses.items()})
         return loss
 
     def _step(self, update: _Update) -> None:
+        self.step_slot(update.slot, update.slot.grad_clip_norm)
+
+    def step_slot(self, slot: TenantSlot, grad_clip_norm: float | None) -> None:
         """One optimizer step of one tenant."""
-        slot = update.slot
         optimizer = self._lightning_optimizer(slot)
-        if slot.grad_clip_norm is not None:
-            self.clip_gradients(optimizer.optimizer, slot.grad_clip_norm, "norm")
+        if grad_clip_norm is not None:
+            self.clip_gradients(optimizer.optimizer, grad_clip_norm, "norm")
         optimizer.step()
         assert slot.scheduler is not None
         slot.scheduler.step()
@@ -332,6 +332,66 @@ class MultiTenantModule(L.LightningModule):
         assert slot.optimizer is not None and self.runtime is not None
         slot.optimizer.zero_grad()  # an idle tenant keeps no gradients
         self.runtime.publish(slot)
+
+    # ------------------------------------------------------------------------------- low-level calls of a tenant
+    # What `training_step` does with a minibatch, for algorithms of the tenant's own (services). Between two jobs.
+
+    def add_gradients(self, slot: TenantSlot, objective: Objective, batch: TensorDict) -> dict[str, float]:
+        """Loss of a batch of the tenant's own; its gradients are added to those that are there.
+
+        Args:
+            slot: of a tenant without a workload.
+            objective: gives the loss.
+            batch: ``[B]``, the fields that the objective names, with observations or features.
+
+        Returns:
+            What the objective's loss gives, as numbers.
+
+        Raises:
+            NonFiniteLoss: before anything is added.
+        """
+        slot.head.train()
+        batch = cast(TensorDict, batch.to(self.device))
+        if "features" not in batch.keys():
+            batch = self._with_features([(slot, batch)])[0]
+        with slot.rng.scope():
+            losses = objective.loss(full_precision(batch), slot.jobs_completed)
+            loss = _finite(slot, losses["loss"])
+            try:
+                self.manual_backward(loss)
+            except Exception:
+                slot.head.zero_grad()  # half a gradient is none
+                raise
+        return {name: float(value.detach()) for name, value in losses.items()}
+
+    def step_with_gradients(self, slot: TenantSlot, lr: float | None, grad_clip_norm: float | None) -> float:
+        """The optimizer step with the gradients added so far. The slot's own schedule moves on, too.
+
+        Args:
+            slot: as above.
+            lr: of this step, in place of the schedule's.
+            grad_clip_norm: in place of the head's setting.
+
+        Returns:
+            The norm of the gradients before clipping.
+
+        Raises:
+            NonFiniteLoss: a gradient is not finite; they are dropped and nothing has changed.
+            ValueError: there are none.
+        """
+        assert slot.optimizer is not None
+        gradients = [p.grad for p in _parameters(slot) if p.grad is not None]
+        if not gradients:
+            raise ValueError(f"tenant {slot.name!r}: there are no gradients; call forward_backward first")
+        norm = float(torch.nn.utils.get_total_norm(gradients))
+        if not math.isfinite(norm):
+            slot.optimizer.zero_grad()
+            raise NonFiniteLoss(f"tenant {slot.name!r}: the gradients are not finite; they were dropped")
+        if lr is not None:
+            slot.optimizer.param_groups[0]["lr"] = lr  # until the schedule sets its own again, in this very step
+        self.step_slot(slot, slot.grad_clip_norm if grad_clip_norm is None else grad_clip_norm)
+        slot.optimizer.zero_grad()
+        return norm
 
     # -------------------------------------------------------------------------------------------- several ranks
 
@@ -643,6 +703,13 @@ def build_objective(slot: TenantSlot, draw: Callable[[int], TensorDict]) -> Obje
     if slot.critic is None:
         return AWRObjective(head, normalizer, algorithm, dataset.batch_size)
     return IQLObjective(head, slot.critic, normalizer, algorithm, dataset.batch_size)
+
+
+def _finite(slot: TenantSlot, loss: Tensor) -> Tensor:
+    if not bool(torch.isfinite(loss.detach()).all()):
+        where = f"tenant {slot.name!r}, optimizer step {slot.optimizer_steps}"
+        raise NonFiniteLoss(f"{where}: loss is {float(loss.detach())}")
+    return loss
 
 
 def _parameters(slot: TenantSlot) -> list[nn.Parameter]:

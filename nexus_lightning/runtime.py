@@ -69,6 +69,8 @@ class RunEnded(RuntimeError):
 class Runtime:
     """Owns the queues, the inference server, one producer per tenant and the run folder.
 
+    With one process tenants may join, work and leave while it runs: other threads ask for it through :meth:`call`.
+
     Lifecycle: built before ``fit``; :meth:`start` in ``on_train_start`` (after a checkpoint was restored); the loop
     calls :meth:`read`, :meth:`publish`, :meth:`complete`; :meth:`finish` runs the last evaluations; :meth:`close` ends
     every thread and process.
@@ -589,8 +591,8 @@ class Runtime:
         return future
 
     def run_commands(self) -> None:
-        """What :meth:`call` was given so far, in order."""
-        while self._commands:
+        """What :meth:`call` was given so far, in order; what comes meanwhile waits for the next job to pass."""
+        for _ in range(len(self._commands)):
             action, future = self._commands.popleft()
             if not future.set_running_or_notify_cancel():
                 continue
@@ -641,6 +643,7 @@ class Runtime:
         dataset: Any = None,
         stats: tuple[NormalizationStats, NormalizationStats] | None = None,
         resume: bool = False,
+        workload: str | None = None,
     ) -> None:
         """A tenant begins to work: registered anew, fresh optimizer and data, producers. All or nothing.
 
@@ -650,13 +653,14 @@ class Runtime:
             dataset: opened already, if the task needs one (see ``open_dataset``: it takes seconds).
             stats: of the dataset; they become the tenant's normalisation if nothing was trained with another one yet.
             resume: go on with the workload that the slot was saved in the middle of; ``config`` is that one's.
+            workload: its id, kept in the payload.
         """
         slot = self.slots[name]
         if self.scheduler.registered(name):  # low-level jobs that nobody has ended
             self.scheduler.unregister(name)
         try:
             if not resume:
-                slot.start_workload(config)
+                slot.start_workload(config, workload)
                 if stats is not None and slot.policy_version == 0:
                     slot.normalizer.load_state_dict(Normalizer(slot.spec.schema, *stats).state_dict())
                     self.served.renormalize(name, slot.normalizer)
@@ -674,7 +678,9 @@ class Runtime:
                 elif config.eval.at_start and not slot.evaluations:
                     evaluator.request()
         except Exception:
-            self.end_workload(name, self.stop_workload(name))
+            self.stop_workload(name)
+            self._drop_data(name)
+            slot.ended = True
             raise
         self.producers += producers
         self.resting.discard(name)

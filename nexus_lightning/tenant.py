@@ -39,6 +39,7 @@ COUNTERS = (
     "quarantined",
     "evaluations",
     "ended",
+    "workload",
 )
 
 
@@ -129,6 +130,7 @@ class TenantSlot:
     quarantined: str | None = None  # the reason, once a failure has taken the tenant out of the run
     evaluations: list[dict[str, Any]] = field(default_factory=list)
     ended: bool = False  # services: its workload is over (or it never had one); the next one starts fresh
+    workload: str | None = None  # services: the id of its workload, the last one when it has ended
     ema: AveragedModel | None = None  # running average of the head's weights (head.ema_decay)
     replica: ActionHead | None = None  # of a head in shards: the whole of it, as of the last completed job
     critic: ChunkCritic | None = None  # Q networks of offline RL by iql
@@ -150,13 +152,13 @@ class TenantSlot:
     def name(self) -> str:
         return self.spec.name
 
-    def start_workload(self, config: TenantConfig) -> None:
+    def start_workload(self, config: TenantConfig, workload: str | None = None) -> None:
         """Another piece of work for the same policy (services): head, normaliser, average, version and random state go
         on; optimizer, schedule, Q networks, data cursor and counters are fresh."""
         self.spec = replace(self.spec, config=config)
         self.critic = build_critic(config, self.head, derive_seed(self.spec.seed, "critic"))
         self.jobs_completed = self.optimizer_steps = self.cursor = self.demonstrations_drawn = 0
-        self.evaluations, self.quarantined, self.ended = [], None, False
+        self.evaluations, self.quarantined, self.ended, self.workload = [], None, False, workload
         self.head.zero_grad()
         self.build_optimizer()
 

@@ -33,7 +33,7 @@ SCHEMA = {
     "gripper": "none",
     "privileged": ["target_action"],
 }
-JOBS = 6
+JOBS = 4
 
 
 class NaNHead(ChunkMLPHead):
@@ -45,6 +45,26 @@ class NaNHead(ChunkMLPHead):
         return {k: v * float("nan") for k, v in losses.items()} if self.calls > 4 else losses
 
 
+def make_config(folder: Path, data: Path, *overrides: str, keep_backbone: bool = False) -> ServeConfig:
+    """The real conf/serve.yaml, shrunk, on the fake backbone (unless told to keep the configured one)."""
+    register_serve_config()
+    with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
+        cfg = hydra_compose(
+            "serve",
+            overrides=[
+                f"output_dir={folder}/outputs",
+                f"data_dir={data}",
+                "registry.datasets.toy.config.record.episodes=6",
+                "+registry.datasets.toy.config.record.workers=1",
+                *overrides,
+            ],
+        )
+    config = to_serve_config(cfg)
+    if not keep_backbone:
+        config.backbone = {"_target_": "fakes.FakeBackbone"}
+    return config
+
+
 @pytest.fixture(scope="session")
 def toy_data(tmp_path_factory) -> Path:
     """Where toy demonstrations are recorded, once."""
@@ -53,26 +73,8 @@ def toy_data(tmp_path_factory) -> Path:
 
 @pytest.fixture
 def serve_config(tmp_path, toy_data):
-    """``serve_config(*overrides)`` -> the real conf/serve.yaml, shrunk, on the fake backbone."""
-
-    def build(*overrides: str) -> ServeConfig:
-        register_serve_config()
-        with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
-            cfg = hydra_compose(
-                "serve",
-                overrides=[
-                    f"output_dir={tmp_path}/outputs",
-                    f"data_dir={toy_data}",
-                    "registry.datasets.toy.config.record.episodes=6",
-                    "+registry.datasets.toy.config.record.workers=1",
-                    *overrides,
-                ],
-            )
-        config = to_serve_config(cfg)
-        config.backbone = {"_target_": "fakes.FakeBackbone"}
-        return config
-
-    return build
+    """``serve_config(*overrides)``: see :func:`make_config`."""
+    return lambda *overrides, **options: make_config(tmp_path, toy_data, *overrides, **options)
 
 
 @contextmanager

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import threading
 import weakref
 
 import pytest
@@ -20,6 +21,7 @@ from served import (
     toy_spec,
 )
 
+from nexus_lightning.queues.jobs import Scheduler
 from nexus_lightning.services.errors import Conflict, NotFound
 from nexus_lightning.services.spec import EntryConfig
 
@@ -27,17 +29,19 @@ __all__ = ["serve_config", "serving", "toy_data"]  # fixtures
 
 
 def test_a_tenant_that_comes_trains_fails_and_leaves_changes_no_bit_of_another(serving, serve_config):
+    """And one that joins late ends as one that was there from the start."""
     with serving() as master:
         master.create_tenant("b", toy_spec())
         alone = Ending()
         master.submit("b", toy_sft(), on_end=alone)
         assert alone.wait()["status"] == "completed"
         expected = state_of(master, "b"), losses_of(master, "b")
+        assert expected[0]["counters"] == (JOBS, JOBS, 4 * JOBS, JOBS) and len(expected[1]) == JOBS
     config = serve_config("run_name=beside")
     config.registry.heads["nan"] = EntryConfig({"_target_": "served.NaNHead", "lr": 0.01, "hidden_dim": 16})
     with running(config) as master:
         master.create_tenant("b", toy_spec())
-        beside, failing = Ending(), Ending()
+        beside, failing, late = Ending(), Ending(), Ending()
         master.submit("b", toy_sft(), on_end=beside)
         master.create_tenant("a", toy_spec(head={"name": "nan"}, seed=9))
         master.submit("a", toy_sft(), on_end=failing)
@@ -45,24 +49,26 @@ def test_a_tenant_that_comes_trains_fails_and_leaves_changes_no_bit_of_another(s
         assert failed["status"] == "failed" and "NonFiniteLoss" in failed["error"]["message"]
         assert failed["result"]["jobs"] == 1 and master.describe("a")["state"] == "failed"
         slot = weakref.ref(master.runtime.slots["a"])
+        master.create_tenant("late", toy_spec())
+        master.submit("late", toy_sft(), on_end=late)
         master.delete_tenant("a")
-        assert beside.wait()["result"]["jobs"] == JOBS
-        assert (state_of(master, "b"), losses_of(master, "b")) == expected
+        for name, end in (("b", beside), ("late", late)):
+            assert end.wait()["result"]["jobs"] == JOBS
+            assert (state_of(master, name), losses_of(master, name)) == expected
         gc.collect()
         assert slot() is None, gc.get_referrers(slot())
         with pytest.raises(NotFound, match="unknown"):
             master.describe("a")
 
 
-def test_a_tenant_that_joins_late_learns_the_same_as_one_that_was_there(serving):
-    with serving() as master:
-        ends = {name: Ending() for name in ("first", "late")}
-        for name, end in ends.items():
-            master.create_tenant(name, toy_spec(seed=5))
-            master.submit(name, toy_sft(), on_end=end)
-            assert end.wait()["result"]["jobs"] == JOBS
-        assert state_of(master, "first") == state_of(master, "late")
-        assert losses_of(master, "first") == losses_of(master, "late")
+def test_an_actor_that_waits_for_jobs_wakes_for_a_call_at_once():
+    scheduler = Scheduler()
+    waiting = threading.Thread(target=lambda: scheduler.lease_next({}, timeout_s=600.0, deadline_s=1.0))
+    waiting.start()
+    assert scheduler.lease_next({}, timeout_s=0.0, deadline_s=1.0) is None
+    scheduler.wake()
+    waiting.join(30)
+    assert not waiting.is_alive()
 
 
 def test_an_idle_run_starts_empty_wakes_for_a_call_and_ends_when_asked(serving):

@@ -495,13 +495,16 @@ class Scheduler:
 
     # ---- consumers -----------------------------------------------------------------------------------------------
 
-    def lease_stage(self, state_needed: JobState, deadline_s: float, *, tenant_id: str | None = None) -> Job | None:
+    def lease_stage(
+        self, state_needed: JobState, deadline_s: float, *, tenant_id: str | None = None, job_id: str | None = None
+    ) -> Job | None:
         """Leases the next job waiting for a preparation stage; does not block.
 
         Args:
             state_needed: ``NEEDS_ACTOR_FORWARD`` or ``NEEDS_ADVANTAGES``.
             deadline_s: the lease returns by itself after so many seconds.
             tenant_id: only jobs of this tenant.
+            job_id: only this job.
 
         Returns:
             The job in its ``COMPUTING_*`` state (highest priority, then ``created_seq``), or None.
@@ -515,7 +518,7 @@ class Scheduler:
             self._return_expired(self._clock())
             by_tenant = self._waiting[state_needed]
             tenants = by_tenant.values() if tenant_id is None else (by_tenant.get(tenant_id, {}),)
-            waiting = [job for jobs in tenants for job in jobs.values()]
+            waiting = [job for jobs in tenants for job in jobs.values() if job_id in (None, job.job_id)]
             if not waiting:
                 return None
             return self._lease(min(waiting, key=lambda job: (-job.priority, job.created_seq)), deadline_s)
@@ -554,8 +557,10 @@ class Scheduler:
                 if not dropped and first is not None:
                     return self._lease(first, deadline_s)
                 if not dropped:
-                    if self._woken or any(n in actor_versions for n in self._waiting[JobState.NEEDS_ACTOR_FORWARD]):
+                    if timeout_s > 0 and self._woken:  # a call that does not wait is not the one that was meant
                         self._woken = False
+                        return None
+                    if any(name in actor_versions for name in self._waiting[JobState.NEEDS_ACTOR_FORWARD]):
                         return None
                     remaining_s = end_s - self._clock()
                     if timed_out or remaining_s <= 0:
@@ -564,8 +569,7 @@ class Scheduler:
             self._announce(dropped)
 
     def wake(self) -> None:
-        """The waiting (or else the next) :meth:`lease_next` that finds nothing returns at once: its caller has other
-        work."""
+        """The waiting :meth:`lease_next` (or else the next one that would wait) returns: its caller has other work."""
         with self._changed:
             self._woken = True
             self._changed.notify_all()

@@ -36,22 +36,24 @@ from hydra.utils import instantiate
 from tensordict import TensorDict
 
 from nexus_lightning.backbone import Backbone
-from nexus_lightning.checkpoint import Payload, list_payloads, read_manifest, read_payload
+from nexus_lightning.checkpoint import Payload, PayloadError, list_payloads, read_manifest, read_payload
 from nexus_lightning.config import (
     ConfigError,
     EnvironmentConfig,
     TenantConfig,
     dataset_root,
     tenant_from_dict,
-    tenant_problems,
 )
 from nexus_lightning.environment import make_env
 from nexus_lightning.memory import Admission, free_bytes, head_memory, keep_freed_memory
 from nexus_lightning.module import MultiTenantModule
-from nexus_lightning.producers.demonstrations import dataset_stats, open_dataset, string_column
+from nexus_lightning.producers.demonstrations import dataset_stats, open_dataset
 from nexus_lightning.producers.evaluation import evaluate_policy, list_episodes, result_dict, summarise
 from nexus_lightning.queues.inference import TenantPolicyClient
+from nexus_lightning.queues.training import BatchMeta
 from nexus_lightning.runtime import RunEnded, Runtime
+from nexus_lightning.services.batches import observation_of, to_arrays
+from nexus_lightning.services.environment_server import Sessions
 from nexus_lightning.services.errors import (
     Conflict,
     InvalidRequest,
@@ -61,6 +63,7 @@ from nexus_lightning.services.errors import (
     QuotaExceeded,
     future_error_to_json,
 )
+from nexus_lightning.services.lowlevel import LowLevelVerbs
 from nexus_lightning.services.metrics import MetricLog
 from nexus_lightning.services.spec import MAX_EPISODES, Compiler, ServeConfig, serve_problems
 from nexus_lightning.tenant import TenantSlot, TenantSpec, build_slot
@@ -85,6 +88,7 @@ class _Workload:
     """A training workload from its acceptance to its end."""
 
     config: TenantConfig
+    id: str | None
     resume: bool
     on_end: OnEnd
     thread: threading.Thread | None = None
@@ -107,9 +111,11 @@ class _Tenant:
     threads: list[threading.Thread] = field(default_factory=list)  # of evaluations
     clients: list[TenantPolicyClient] = field(default_factory=list)  # sessions of the inference queue that rest
     last_error: str | None = None
+    predict_version: int | None = None  # load_weights: pinned; None: the latest
+    deliveries: dict[int, BatchMeta] = field(default_factory=dict)  # rows handed out by queue_get_meta
 
 
-class Master:
+class Master(LowLevelVerbs):
     """See the module. Thread-safe; every method raises errors of :mod:`nexus_lightning.services.errors`.
 
     Args:
@@ -151,6 +157,8 @@ class Master:
         self._tenants: dict[str, _Tenant] = {}
         self._joining: set[str] = set()
         self._simulators = 0  # sessions, rollouts and evaluations that have one now
+        self._open_sessions: dict[str, tuple[str, Sessions]] = {}
+        self._session_tables: dict[bool, Sessions] = {}  # by whether simulators live in threads
         self._recording = threading.Lock()  # two workloads with one dataset record it once
         self._stopping = threading.Event()
 
@@ -170,6 +178,7 @@ class Master:
                 tenant.metrics.close()
                 if tenant.workload is not None:
                     tenant.workload.changed.set()
+            self._close_sessions()
             for tenant in tenants:
                 works = [] if tenant.workload is None or tenant.workload.thread is None else [tenant.workload.thread]
                 for thread in [*works, *tenant.threads]:
@@ -189,6 +198,19 @@ class Master:
     @property
     def _leaving(self) -> bool:
         return self._stopping.is_set() or self.runtime.interrupted
+
+    def ping(self, timeout_s: float) -> None:
+        """Returns when the actor has answered; it answers between two jobs.
+
+        Raises:
+            NotReady: it has not, or the server stops.
+        """
+        try:
+            self.runtime.call(lambda: None).result(timeout_s)
+        except TimeoutError as error:
+            raise NotReady(f"the actor has not answered within {timeout_s:g} s") from error
+        except RunEnded as error:
+            raise NotReady("the server stops") from error
 
     def capabilities(self) -> dict[str, Any]:
         """What a tenant can choose from."""
@@ -242,12 +264,16 @@ class Master:
             ``{"policy_version", "optimizer_steps"}``.
 
         Raises:
-            Conflict: the payload is of another backbone, head or schema.
+            Conflict: the payload cannot be read, or is of another backbone or schema.
         """
         config = self.compiler.tenant(tenant_id, spec)
-        saved = list_payloads(self._payload_folder(tenant_id))
-        path = payload if payload is not None else (self._payload_folder(tenant_id) if saved else None)
-        self._join(tenant_id, config, None if path is None else read_payload(path))
+        path = self.latest_payload(tenant_id) if payload is None else payload
+        try:
+            read = None if path is None else read_payload(path)
+        except PayloadError as error:
+            log.exception("tenant %s: its payload cannot be read", tenant_id)
+            raise Conflict(f"tenant {tenant_id}: its payload cannot be read; the operator's log says why") from error
+        self._join(tenant_id, config, read)
         slot = self.runtime.slots[tenant_id]
         return {"policy_version": slot.policy_version, "optimizer_steps": slot.optimizer_steps}
 
@@ -266,13 +292,15 @@ class Master:
             work.thread.join()
         for thread in list(tenant.threads):
             thread.join()
+        self._close_sessions(tenant_id)
         self._on_actor(lambda: self.runtime.remove_tenant(tenant_id))
         tenant.metrics.close()
         with self._lock:
             del self._tenants[tenant_id]
             self.admission.release(tenant_id)
         shutil.rmtree(self._payload_folder(tenant_id), ignore_errors=True)
-        tenant.metrics.path.unlink(missing_ok=True)
+        for path in (tenant.metrics.path, self.config.run_dir / "videos" / f"{tenant_id}.mp4"):
+            path.unlink(missing_ok=True)
 
     def describe(self, tenant_id: str) -> dict[str, Any]:
         """What is known of a tenant now."""
@@ -310,6 +338,7 @@ class Master:
             self._joining.add(tenant_id)
         try:
             built = config if payload is None else self._saved_config(tenant_id, config, payload)
+            config = replace(config, head=built.head)
             memory = self._on_actor(lambda: self._build(tenant_id, built, payload))
             metrics = MetricLog(
                 self.config.run_dir / "metrics" / f"{tenant_id}.jsonl", self.config.limits.metrics_history
@@ -337,14 +366,15 @@ class Master:
         return needed
 
     def _saved_config(self, tenant_id: str, config: TenantConfig, payload: Payload) -> TenantConfig:
-        """The workload that a payload was saved in: it decides about optimizer and Q networks."""
+        """The workload that a payload was saved in: it decides about optimizer and Q networks. Its head is the one
+        that was trained, whatever the registry says today."""
         if payload.manifest["backbone_fingerprint"] != self.runtime.fingerprint:
             raise Conflict(
                 f"tenant {tenant_id}: its payload was trained on another backbone; start the server with that"
             )
         saved = tenant_from_dict(payload.manifest["config"], f"{payload.path}/manifest.json config")
-        if (saved.schema, saved.head) != (config.schema, config.head):
-            raise Conflict(f"tenant {tenant_id}: its payload has another schema or head than its spec")
+        if saved.schema != config.schema:
+            raise Conflict(f"tenant {tenant_id}: its payload has another schema than its spec")
         return replace(saved, seed=payload.manifest["seed"])
 
     # --------------------------------------------------------------------------------------------- workloads
@@ -366,12 +396,13 @@ class Master:
         """
         tenant = self._tenant(tenant_id)
         if isinstance(workload, Mapping) and workload.get("task") == "eval":
-            request = {key: workload[key] for key in workload if key not in ("task", "eval", "target_jobs")}
+            request = {key: value for key, value in workload.items() if key not in ("task", "eval", "workload_id")}
             return self.evaluate(tenant_id, {**request, **(workload.get("eval") or {})}, on_end)
         config = self.compiler.workload(tenant_id, tenant.config, workload)
-        slot = self.runtime.slots[tenant_id]
-        resume = resume and not slot.ended
-        if resume and replace(config, seed=slot.spec.seed) != replace(slot.spec.config, seed=slot.spec.seed):
+        slot, workload_id = self._slot(tenant_id), workload.get("workload_id")
+        # Another id: killed after this workload was accepted and before it was first saved.
+        resume = resume and slot.workload == workload_id and slot.spec.config.task == config.task
+        if resume and replace(config, seed=None) != replace(slot.spec.config, seed=None):
             raise Conflict(f"tenant {tenant_id}: its payload was saved in the middle of another workload")
         with self._lock:
             if tenant.leaving.is_set():
@@ -380,7 +411,10 @@ class Master:
                 raise Conflict(
                     f"tenant {tenant_id}: a {tenant.workload.config.task} workload is active; cancel it first"
                 )
-            work = tenant.workload = _Workload(config, resume, on_end)
+            scheduler = self.runtime.scheduler
+            if scheduler.registered(tenant_id) and scheduler.in_flight(tenant_id):
+                raise Conflict(f"tenant {tenant_id}: has reserved jobs in flight; complete or fail them first")
+            work = tenant.workload = _Workload(config, workload_id, resume, on_end)
         work.thread = threading.Thread(
             target=self._work, args=(tenant_id, tenant, work), name=f"workload-{tenant_id}", daemon=True
         )
@@ -388,12 +422,13 @@ class Master:
 
     def _work(self, tenant_id: str, tenant: _Tenant, work: _Workload) -> None:
         """A workload from its data to its end, in a thread of its own."""
-        runtime = self.runtime
+        runtime, slot = self.runtime, self.runtime.slots[tenant_id]
         tenant.last_error = None
         try:
             try:
-                data = self._open_data(tenant_id, tenant, work.config)
-                if not work.cancelled.is_set():
+                over = work.resume and slot.ended  # killed between its end and the news of it
+                data = (None, None) if over else self._open_data(tenant_id, tenant, work.config)
+                if not over and not work.cancelled.is_set():
                     self._on_actor(lambda: self._start(tenant_id, work, *data))
                 while work.running and not work.cancelled.is_set() and not runtime.workload_over(tenant_id):
                     work.changed.wait(LOOK_S)
@@ -403,7 +438,7 @@ class Master:
             finally:
                 if work.running and not self._leaving:
                     self._end(tenant_id)
-            end = self._outcome(tenant_id, work)
+            end = self._outcome(slot, work, over)
         except Exception as error:
             if self._leaving or isinstance(error, NotReady):  # it goes on after the restart
                 return
@@ -427,7 +462,7 @@ class Master:
 
     def _start(self, tenant_id: str, work: _Workload, dataset: Any, stats: Any) -> None:
         """On the actor thread."""
-        self.runtime.start_workload(tenant_id, work.config, dataset, stats, work.resume)
+        self.runtime.start_workload(tenant_id, work.config, dataset, stats, work.resume, work.id)
         work.running = True
         if work.paused:
             self.runtime.resting.add(tenant_id)
@@ -438,16 +473,17 @@ class Master:
             producer.join(JOIN_S)
         self._on_actor(lambda: self.runtime.end_workload(tenant_id, producers))
 
-    def _outcome(self, tenant_id: str, work: _Workload) -> dict[str, Any]:
-        slot = self.runtime.slots[tenant_id]
+    def _outcome(self, slot: TenantSlot, work: _Workload, over: bool) -> dict[str, Any]:
+        ran = work.running or over
         result = {
-            "jobs": slot.jobs_completed if work.running else 0,
+            "jobs": slot.jobs_completed if ran else 0,
             "policy_version": slot.policy_version,
-            "optimizer_steps": slot.optimizer_steps if work.running else 0,
-            "evaluations": [_headline(evaluation) for evaluation in slot.evaluations],
+            "optimizer_steps": slot.optimizer_steps if ran else 0,
+            "evaluations": [_headline(evaluation) for evaluation in slot.evaluations] if ran else [],
         }
-        if work.running and slot.quarantined is not None:
-            error = {"type": "workload_failed", "category": "unknown", "message": slot.quarantined, "details": []}
+        reason, slot.quarantined = slot.quarantined, None  # the next piece of work may go better
+        if work.running and reason is not None:
+            error = {"type": "workload_failed", "category": "unknown", "message": reason, "details": []}
             return {"status": "failed", "error": {**error, "retryable": False}, "result": result}
         return {"status": "cancelled" if work.cancelled.is_set() else "completed", "result": result}
 
@@ -502,6 +538,7 @@ class Master:
             on_end: result: success_rate, n, ci_low, ci_high, episode_return, by_task, policy_version.
         """
         tenant = self._tenant(tenant_id)
+        request = {key: value for key, value in request.items() if value is not None}
         environment, numbers = self._evaluation(tenant_id, tenant, request)
         version = self._pin(tenant_id, request.get("policy_version"))
         slot = self.runtime.slots[tenant_id]
@@ -532,20 +569,23 @@ class Master:
         thread.start()
 
     def _evaluation(
-        self, tenant_id: str, tenant: _Tenant, request: Mapping[str, Any]
+        self, tenant_id: str, tenant: _Tenant, request: Mapping[str, Any], *also: str
     ) -> tuple[EnvironmentConfig, dict[str, int]]:
-        """Where, and ``episodes``, ``first_seed``, ``num_envs``; everything checked."""
-        keys = ("environment", "episodes", "first_seed", "num_envs", "policy_version")
+        """Where, and ``episodes``, ``first_seed``, ``num_envs``; everything checked. ``also``: keys of the caller."""
+        keys = ("environment", "episodes", "first_seed", "num_envs", "policy_version", *also)
         problems = [f"{key}: unknown key; valid keys: {', '.join(keys)}" for key in request if key not in keys]
         numbers = {"episodes": 20, "first_seed": 0, "num_envs": 1}
         for key, least, most in (("episodes", 1, MAX_EPISODES), ("first_seed", 0, 2**31), ("num_envs", 1, 64)):
             value = request.get(key, numbers[key])
-            if not isinstance(value, int) or not least <= value <= most:
+            if type(value) is not int or not least <= value <= most:
                 problems.append(f"{key}={value!r}: an integer from {least} to {most}")
             else:
                 numbers[key] = value
         if problems:
             raise InvalidRequest("the evaluation cannot run", problems)
+        asked = request.get("environment")
+        if isinstance(asked, Mapping) and "num_envs" not in request and type(asked.get("num_envs")) is int:
+            numbers["num_envs"] = asked["num_envs"]
         return self._environment(tenant_id, tenant, request.get("environment"), numbers["num_envs"]), numbers
 
     def _environment(self, tenant_id: str, tenant: _Tenant, asked: Any, num_envs: int) -> EnvironmentConfig:
@@ -562,7 +602,7 @@ class Master:
         else:
             raise InvalidRequest(f"environment: tenant {tenant_id} has no workload with one; name one")
         checked = replace(tenant.config, environment=environment)
-        if problems := tenant_problems("spec", tenant_id, checked, self.runtime.config):
+        if problems := self.compiler.problems("spec", tenant_id, checked):
             raise InvalidRequest("the tenant cannot act in this environment", problems)
         return environment
 
@@ -602,6 +642,11 @@ class Master:
         path = self._on_actor(lambda: self.runtime.save_payload(slot))
         assert path is not None
         return path
+
+    def latest_payload(self, tenant_id: str) -> Path | None:
+        """The newest payload in the run folder, also of a tenant that has not been restored yet."""
+        folders = list_payloads(self._payload_folder(tenant_id))
+        return self._payload_folder(tenant_id) if folders else None
 
     def payloads(self, tenant_id: str) -> list[dict[str, Any]]:
         """The payloads on disk, oldest first."""
@@ -682,8 +727,13 @@ class Master:
         if not deterministic and seed is None:
             raise InvalidRequest("seed: sampling needs one, so that a repeated request gives the same answer")
         observation = observation_of(arrays, instructions)
+        version = tenant.predict_version if policy_version is None else policy_version
+        try:
+            normalizer = self.runtime.served.served(tenant_id, version).normalizer
+        except ValueError as error:
+            raise NotFound(str(error)) from error
         with self._session(tenant_id, tenant) as client:
-            client.sample, client.version = not deterministic, policy_version
+            client.sample, client.version = not deterministic, version
             if seed is not None:
                 client.generator.manual_seed(seed)
             try:
@@ -695,17 +745,14 @@ class Master:
             except RuntimeError as error:
                 raise (NotReady if not self.ready else NexusError)(str(error)) from error
         chunk = answer["vla_action", "chunk"]
-        action = slot.spec.schema.to_native(slot.normalizer.unnormalize_action(chunk.to(slot.normalizer.action_scale)))
+        action = slot.spec.schema.to_native(normalizer.unnormalize_action(chunk.to(normalizer.action_scale.device)))
         out = {"action": action, "chunk": chunk, "policy_version": answer["policy_version"]}
         if "state_value" in answer.keys():
             out["state_value"] = answer["state_value"]
         for key, value in cast(TensorDict, answer["vla_action"]).items(include_nested=True, leaves_only=True):
             name = key if isinstance(key, str) else "/".join(key)
             out.setdefault(name, value)
-        return {
-            name: value.detach().float().cpu().numpy() if value.is_floating_point() else value.cpu().numpy()
-            for name, value in out.items()
-        }
+        return to_arrays(out)
 
     @contextmanager
     def _session(self, tenant_id: str, tenant: _Tenant) -> Iterator[TenantPolicyClient]:
@@ -780,10 +827,6 @@ class Master:
             raise NotFound(f"tenant {tenant_id}: unknown")
         return tenant
 
-    def _slot(self, tenant_id: str) -> TenantSlot:
-        self._tenant(tenant_id)
-        return self.runtime.slots[tenant_id]
-
     def _on_actor(self, action: Callable[[], T]) -> T:
         """Run between two jobs; see :meth:`Runtime.call`."""
         try:
@@ -800,36 +843,6 @@ class Master:
     def _release_simulator(self) -> None:
         with self._lock:
             self._simulators -= 1
-
-
-def observation_of(arrays: Mapping[str, np.ndarray], instructions: list[str]) -> TensorDict:
-    """``observation/...`` arrays and texts -> what the inference queue and the module read, ``[N]``.
-
-    Raises:
-        InvalidRequest: something is missing, or the numbers of rows differ.
-    """
-    given = {key.removeprefix("observation/"): value for key, value in arrays.items() if key.startswith("observation/")}
-    rows = len(instructions)
-    problems = [
-        f"observation/{k}: {len(v) if v.ndim else 'no'} rows, {rows} instructions"
-        for k, v in given.items()
-        if not v.ndim or len(v) != rows
-    ]
-    if "state" not in given:
-        problems.append("observation/state: is required")
-    if not rows:
-        problems.append("instructions: at least one is required")
-    if problems:
-        raise InvalidRequest("the observations do not fit", problems)
-    observation = TensorDict({"state": torch.as_tensor(given["state"], dtype=torch.float32)}, [rows])
-    images = {key.removeprefix("image/"): value for key, value in given.items() if key.startswith("image/")}
-    if images:
-        observation["image"] = TensorDict(
-            {k: torch.as_tensor(np.ascontiguousarray(v)) for k, v in images.items()}, [rows]
-        )
-    if unknown := sorted(set(given) - {"state"} - {f"image/{camera}" for camera in images}):
-        raise InvalidRequest(f"unknown arrays: {', '.join(f'observation/{name}' for name in unknown)}")
-    return TensorDict({"observation": observation, "language_instruction": string_column(list(instructions))}, [rows])
 
 
 def _headline(evaluation: Mapping[str, Any]) -> dict[str, Any]:

@@ -41,7 +41,7 @@ from nexus_lightning.config import (
 from nexus_lightning.services.errors import InvalidRequest
 
 TENANT_KEYS = ("name", "schema", "head", "seed", "priority", "weight", "max_in_flight", "max_policy_staleness")
-WORKLOAD_KEYS = ("task", "dataset", "environment", "algorithm", "features", "eval", "target_jobs")
+WORKLOAD_KEYS = ("task", "dataset", "environment", "algorithm", "features", "eval", "target_jobs", "workload_id")
 #: Largest values of a schema, so that a request cannot ask for a head of any size.
 SCHEMA_MOST = {"state_dim": 4096, "action_dim": 256, "chunk": 512, "image_size": 1024}
 MAX_CAMERAS, MAX_TEXT, MAX_DEPTH = 8, 2000, 8
@@ -72,16 +72,19 @@ class RegistryConfig:
 @dataclass
 class LimitsConfig:
     max_tenants: int = 64  # of all owners
+    max_tenants_per_owner: int = 16
     max_memory_gb: float | None = None  # heads, optimizers and served copies together; null: what is free at the start
     max_priority: int = 1
     max_weight: float = 4.0
     max_body_mb: float = 64.0
     max_in_flight: int = 64  # unfinished futures of an owner
+    max_result_mb: float = 1024.0  # results of an owner that have not been read and dropped
     requests_per_s: float = 50.0  # of an owner
     max_sessions: int = 8  # environment sessions and rollouts, each with a simulator
     session_lease_s: float = 120.0  # a session without a call for so long is closed
-    future_grace_s: float = 3600.0  # how long a result can be fetched
-    deadline_s: float = 86400.0  # of a future
+    future_grace_s: float = 3600.0  # how long a result can be read again after it was read
+    sequence_gap_s: float = 300.0  # how long a request waits for a number before its own
+    deadline_s: float = 86400.0  # of a future, unless the request says; of a workload only what the request says
     metrics_history: int = 2000  # rows of metrics kept of a tenant
 
 
@@ -191,6 +194,7 @@ class Compiler:
     def tenant(self, name: str, spec: Mapping[str, Any]) -> TenantConfig:
         """A tenant without a workload."""
         problems = _request_problems("spec", spec, TENANT_KEYS)
+        spec = _given(spec)
         if not problems and not isinstance(spec.get("schema"), Mapping):
             problems.append(
                 f"spec.schema: a mapping with {', '.join(f.name for f in fields(SchemaConfig))} is required"
@@ -207,13 +211,14 @@ class Compiler:
         _refuse("the tenant's spec cannot be used", problems)
         values = {key: spec[key] for key in TENANT_KEYS if key in spec and key not in ("name", "head")}
         config = _typed({**values, "task": IDLE, "head": head, "eval": {"episodes": 0}}, "spec")
-        _refuse("the tenant's spec cannot be used", tenant_problems("spec", name, config, self.run_config))
+        _refuse("the tenant's spec cannot be used", self.problems("spec", name, config))
         return config
 
     def workload(self, name: str, tenant: TenantConfig, request: Mapping[str, Any]) -> TenantConfig:
         """A tenant with a training workload (tasks sft, rl, offline_rl)."""
         what = "the workload cannot run"
         problems = _request_problems("workload", request, WORKLOAD_KEYS)
+        request = _given(request)
         if not problems and request.get("task") not in TASKS:
             problems.append(f"workload.task={request.get('task')!r}: choose one of {', '.join(TASKS)}, eval")
         if not problems and not isinstance(request.get("target_jobs"), int):
@@ -241,15 +246,21 @@ class Compiler:
             problems.append(f"workload.eval.num_envs={typed.eval.num_envs}: at most {most:g}")
         if typed.eval.episodes > MAX_EPISODES:
             problems.append(f"workload.eval.episodes={typed.eval.episodes}: at most {MAX_EPISODES}")
-        problems += tenant_problems("workload", name, typed, self.run_config)
+        problems += self.problems("workload", name, typed)
         _refuse(what, problems)
         return typed
 
-    def environment(self, schema: SchemaConfig, asked: Any, key: str = "environment") -> EnvironmentConfig:
-        """Simulators of the registry for a tenant's schema."""
+    def problems(self, key: str, name: str, config: TenantConfig) -> list[str]:
+        """:func:`~nexus_lightning.config.tenant_problems`, without saying where on the server the data lies."""
+        folder = str(Path(self.run_config.data_dir))
+        return [problem.replace(folder, "data") for problem in tenant_problems(key, name, config, self.run_config)]
+
+    def environment(self, schema: SchemaConfig, asked: Any, fill: bool = True) -> EnvironmentConfig:
+        """Simulators of the registry for a tenant's schema; without ``fill`` as the entry has them."""
+        key = "environment"
         problems = _plain_problems(key, asked)
         _refuse("the environment cannot be used", problems)
-        values = self._environment(schema, key, asked, problems)
+        values = self._environment(schema, key, asked, problems, fill)
         _refuse("the environment cannot be used", problems)
         try:
             typed = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(EnvironmentConfig), values))
@@ -258,9 +269,11 @@ class Compiler:
         assert isinstance(typed, EnvironmentConfig)
         return typed
 
-    def _environment(self, schema: SchemaConfig, key: str, asked: Any, problems: list[str]) -> dict[str, Any]:
+    def _environment(
+        self, schema: SchemaConfig, key: str, asked: Any, problems: list[str], fill: bool = True
+    ) -> dict[str, Any]:
         values = self._choose("environments", key, asked, problems)
-        if values:
+        if values and fill:
             for argument in self.registry.environments[asked["name"]].from_schema:
                 given = getattr(schema, argument)
                 values["simulator"][argument] = list(given) if isinstance(given, list | tuple) else given
@@ -276,7 +289,7 @@ class Compiler:
         entry = entries[asked["name"]]
         values, paths = copy.deepcopy(entry.config), {path.rsplit(".", 1)[-1]: path for path in entry.allow}
         for name, value in asked.items():
-            if name == "name":
+            if name == "name" or value is None:
                 continue
             if name not in paths:
                 problems.append(f"{key}.{name}={value!r}: not to be set; may be set: {', '.join(paths) or 'nothing'}")
@@ -293,16 +306,17 @@ class Compiler:
         return values
 
     def _share_problems(self, spec: Mapping[str, Any]) -> list[str]:
-        most = {
-            "priority": self.limits.max_priority,
-            "weight": self.limits.max_weight,
-            "max_in_flight": MAX_IN_FLIGHT,
-            "seed": 2**62,
+        bounds = {
+            "priority": (-100, self.limits.max_priority),
+            "weight": (1e-3, self.limits.max_weight),
+            "max_in_flight": (1, MAX_IN_FLIGHT),
+            "max_policy_staleness": (0, 1000),
+            "seed": (0, 2**62),
         }
         return [
-            f"spec.{key}={spec[key]!r}: a number of at most {limit:g}"
-            for key, limit in most.items()
-            if spec.get(key) is not None and not (isinstance(spec[key], int | float) and spec[key] <= limit)
+            f"spec.{key}={spec[key]!r}: a number from {least:g} to {most:g}"
+            for key, (least, most) in bounds.items()
+            if key in spec and not (isinstance(spec[key], int | float) and least <= spec[key] <= most)
         ]
 
 
@@ -329,6 +343,11 @@ def _first_line(key: str, error: OmegaConfBaseException) -> str:
 def _refuse(what: str, problems: list[str]) -> None:
     if problems:
         raise InvalidRequest(what, problems)
+
+
+def _given(request: Any) -> dict[str, Any]:
+    """A request without the keys that are null: they are left out."""
+    return {k: v for k, v in request.items() if v is not None} if isinstance(request, Mapping) else {}
 
 
 def _request_problems(key: str, given: Any, known: tuple[str, ...]) -> list[str]:
