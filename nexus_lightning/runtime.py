@@ -27,6 +27,7 @@ from nexus_lightning.monitoring.progress import RunStatus, TenantStatus
 from nexus_lightning.objectives import job_fields
 from nexus_lightning.objectives.policy_gradient import EXECUTED
 from nexus_lightning.placement.control import Control, Failure, Ranks
+from nexus_lightning.placement.membership import Membership, RunEnded
 from nexus_lightning.placement.shares import Share, mean_of_rollouts
 from nexus_lightning.producers.base import Producer
 from nexus_lightning.producers.demonstrations import (
@@ -60,10 +61,6 @@ T = TypeVar("T")
 
 #: Columns of what was observed, by whether the partition holds features.
 OBSERVED = {True: ("features", "state"), False: ("observation", "language_instruction")}
-
-
-class RunEnded(RuntimeError):
-    """Asked of a run that is over."""
 
 
 class Runtime:
@@ -149,6 +146,7 @@ class Runtime:
         self._rollouts: dict[tuple[str, int], dict[str, float]] = {}
         self._commands: deque[tuple[Callable[[], Any], Future[Any]]] = deque()
         self._closed = False
+        self.membership = Membership(self)
         for slot in slots.values():
             self._enter(slot)
 
@@ -342,6 +340,7 @@ class Runtime:
                 return
             self._closed = True
             unheard, self._commands = self._commands, deque()
+        self.membership.close()
         for _, future in unheard:
             if future.set_running_or_notify_cancel():
                 future.set_exception(RunEnded("the run has ended"))
@@ -392,12 +391,18 @@ class Runtime:
 
     def wants_to_stop(self) -> bool:
         """What this rank knows of it."""
+        return self.must_stop() or (self.targets_met() and not self.membership.pending)
+
+    def targets_met(self) -> bool:
+        """Every tenant has done its work."""
+        return not self.resident and bool(self.producers) and self.scheduler.targets_met()
+
+    def must_stop(self) -> bool:
+        """Nothing more may be leased, whoever still has work."""
         trainer = self.config.trainer
         if self.interrupted or (self.deadline_s is not None and time.monotonic() >= self.deadline_s):
             return True
-        if trainer.max_jobs is not None and self.job_index >= trainer.max_jobs:
-            return True
-        return not self.resident and bool(self.producers) and self.scheduler.targets_met()
+        return trainer.max_jobs is not None and self.job_index >= trainer.max_jobs
 
     def jobs_left(self) -> float:
         """How many jobs may still be leased before ``trainer.max_jobs`` is reached."""
@@ -557,7 +562,8 @@ class Runtime:
         for producer in self.producers:
             if producer.tenant == tenant:
                 producer.stop()
-        self.scheduler.fail_all(tenant, reason)
+        if self.scheduler.registered(tenant):  # not of a tenant that is leaving
+            self.scheduler.fail_all(tenant, reason)
         self.on_workload(tenant)
 
     def log(self, tenant: str, group: str, metrics: dict[str, float]) -> None:
@@ -570,7 +576,7 @@ class Runtime:
             self.on_metrics(row, self.job_index)
 
     # -------------------------------------------------------------------------------- tenants that come and go
-    # One process. Everything here but `call` runs on the actor thread between two jobs, where no tenant trains: a join
+    # Everything here but `call` runs on the actor thread between two jobs, where no tenant trains: a join
     # may draw from the global random generators (inside its own scope) and change the optimizers' list.
 
     def call(self, action: Callable[[], T]) -> Future[T]:
@@ -585,7 +591,7 @@ class Runtime:
             if self._closed:
                 raise RunEnded("the run has ended")
             if self.control is not None:
-                raise RuntimeError("tenants cannot come and go in a run with several ranks")
+                raise RuntimeError("several ranks would have to agree on when; tenants join and leave by `membership`")
             self._commands.append((action, future))
         self.scheduler.wake()
         return future
@@ -745,7 +751,8 @@ class Runtime:
         """What :meth:`quarantine` was told since the last tick."""
         with self._mailbox:
             failures, self._failures = self._failures, {}
-        return {tenant: failure for tenant, failure in failures.items() if self.slots[tenant].quarantined is None}
+        running = {name for name, slot in self.slots.items() if slot.quarantined is None}
+        return {tenant: failure for tenant, failure in failures.items() if tenant in running}
 
     def take_evaluations(self) -> list[tuple[str, int, list[dict[str, Any]], Path | None]]:
         """Shares of evaluations that were finished here since the last tick."""

@@ -33,6 +33,7 @@ from torch import Tensor
 from nexus_lightning.queues.jobs import Job
 
 if TYPE_CHECKING:
+    from nexus_lightning.placement.membership import Order
     from nexus_lightning.runtime import Runtime
 
 log = logging.getLogger(__name__)
@@ -196,19 +197,23 @@ class Report:
     Attributes:
         ready: job -> the policy version that acted (None: none did).
         failures: tenant -> what went wrong on this rank since the last tick.
-        stop: nothing more should be leased; ``interrupted``: because of a signal.
+        stop: nothing more may be leased; ``interrupted``: because of a signal.
+        done: every target is met.
         busy: evaluations are pending or running here.
         evaluations: finished shares of evaluations, (tenant, version, episodes, video).
         schedule: digest of every job that was leased here so far; the debug check compares it.
+        prepared: orders of tenants to join or leave that this rank can complete, or why it cannot.
         last: the last of them, for the message.
     """
 
     ready: dict[JobKey, int | None]
     failures: dict[str, Failure]
     stop: bool
+    done: bool
     interrupted: bool
     busy: bool
     evaluations: list[tuple[str, int, list[dict[str, Any]], Any]]
+    prepared: dict[int, str | None]
     schedule: str
     last: str
 
@@ -221,6 +226,8 @@ class Decision:
     stale: list[JobKey] = field(default_factory=list)
     failures: dict[str, Failure] = field(default_factory=dict)
     evaluations: list[Any] = field(default_factory=list)
+    begin: list[Order] = field(default_factory=list)
+    complete: dict[int, list[str | None]] = field(default_factory=dict)  # order -> what went wrong on each rank
     stop: bool = False
     interrupted: bool = False
     busy: bool = False
@@ -269,6 +276,10 @@ class Control:
             runtime.scheduler.drop(ready[key].job_id, "policy_stale")
         for result, video in decision.evaluations:
             runtime.record_evaluation(result, video)
+        for order in decision.begin:
+            runtime.membership.begin(order)
+        for number, errors in decision.complete.items():
+            runtime.membership.complete(number, errors)
         runtime.interrupted |= decision.interrupted
         runtime.stopped |= decision.stop
         runtime.tick()
@@ -279,10 +290,12 @@ class Control:
         return Report(
             ready={job_key(job): job.behavior_policy_version for job in runtime.scheduler.ready()},
             failures=runtime.take_failures(),
-            stop=runtime.wants_to_stop(),
+            stop=runtime.must_stop(),
+            done=runtime.targets_met(),
             interrupted=runtime.interrupted,
             busy=busy,
             evaluations=runtime.take_evaluations(),
+            prepared=runtime.membership.prepared(),
             schedule=self._schedule.hexdigest(),
             last=self._last,
         )
@@ -301,11 +314,16 @@ class Control:
             busy=any(report.busy for report in reports),
         )
         # targets and job counts are the same everywhere; a signal or a deadline may have reached one rank only
-        decision.stop = leasing and any(report.stop for report in reports)
+        done = any(report.done for report in reports) and not runtime.membership.pending
+        decision.stop = leasing and (done or any(report.stop for report in reports))
         if not leasing or decision.stop:
             return decision
+        decision.begin = runtime.membership.take_new()
+        on_all = set.intersection(*(set(report.prepared) for report in reports))
+        decision.complete = {number: [report.prepared[number] for report in reports] for number in sorted(on_all)}
         common = set.intersection(*(set(report.ready) for report in reports))
-        common = {key for key in common if key[0] not in decision.failures}
+        out = {*decision.failures, *(order.tenant for order in decision.begin if order.verb == "leave")}
+        common = {key for key in common if key[0] not in out}
         versions = runtime.actor_versions()
         for key in sorted(common):
             bound = runtime.slots[key[0]].spec.config.max_policy_staleness
@@ -322,6 +340,8 @@ class Control:
         merged = []
         for rank, report in enumerate(reports):
             for tenant, version, episodes, video in report.evaluations:
+                if tenant not in self.runtime.slots:  # it has left meanwhile
+                    continue
                 shares = self._shares.setdefault((tenant, version), {})
                 shares[rank] = (episodes, video)
                 if len(shares) < self.runtime.num_evaluators(tenant):

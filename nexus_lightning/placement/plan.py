@@ -235,7 +235,7 @@ def resolve(config: NexusConfig, devices: Devices | None = None, figures: dict[s
     """
     placement = config.placement
     devices = Devices.here(placement.accelerator) if devices is None else devices
-    environments = {n: _environment_ranks(config, n, devices.world_size) for n in config.tenants}
+    environments = {n: environment_ranks(config, n, t, devices.world_size) for n, t in config.tenants.items()}
     environments = {name: ranks for name, ranks in environments.items() if ranks}
     problems = _launch_problems(config, devices) + _degree_problems(config, devices.world_size)
     if problems := problems + _share_problems(config, environments):
@@ -413,12 +413,11 @@ def _batch(tenant: TenantConfig, world_size: int) -> str:
     return f"{rows} = {world_size} x {each}" + (f" - {padding} of padding" if padding else "")
 
 
-def _environment_ranks(config: NexusConfig, name: str, world_size: int) -> tuple[int, ...]:
+def environment_ranks(config: NexusConfig, name: str, tenant: TenantConfig, world_size: int) -> tuple[int, ...]:
     """The ranks that run the tenant's simulators; none when it has no rollouts and no evaluation.
 
     A tenant that the configuration does not name is spread evenly over as many ranks as can share equally.
     """
-    tenant = config.tenants[name]
     if tenant.environment is None or (tenant.task != "rl" and not tenant.eval.episodes):
         return ()
     if name in config.placement.environments:

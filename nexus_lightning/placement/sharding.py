@@ -28,7 +28,7 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from nexus_lightning.backbone import Backbone
-from nexus_lightning.config import BackbonePlacement, NexusConfig, split_head
+from nexus_lightning.config import BackbonePlacement, NexusConfig, TenantConfig, split_head
 
 if TYPE_CHECKING:
     from nexus_lightning.head import ActionHead
@@ -73,7 +73,15 @@ def rank_problems(config: NexusConfig, plan: Plan) -> list[str]:
     if plan.world_size == 1:
         return problems
     for name, tenant in config.tenants.items():
-        algorithm, several = tenant.algorithm, f"is not built for several ranks (there are {plan.world_size})"
+        problems += tenant_rank_problems(name, tenant, plan.world_size)
+    return problems
+
+
+def tenant_rank_problems(name: str, tenant: TenantConfig, world_size: int) -> list[str]:
+    """What a tenant cannot do yet with several ranks."""
+    algorithm, several = tenant.algorithm, f"is not built for several ranks (there are {world_size})"
+    problems = []
+    if world_size > 1:
         if algorithm is not None and algorithm.name == "iql":
             problems.append(f"tenants.{name}.algorithm.name=iql: {several}; use awr, or one rank")
         if algorithm is not None and algorithm.sft_weight is not None:

@@ -78,4 +78,3 @@ class TenantFSDP2(ModelParallelStrategy):
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         del weights_only
         return torch.load(checkpoint_path, map_location="cpu", weights_only=True)
-

@@ -20,14 +20,18 @@ def folder(tmp_path_factory) -> Path:
 @pytest.fixture(scope="session")
 def alone(folder) -> dict[str, Any]:
     """One rank; the last one is stopped after two of its eight jobs."""
-    calls = [*((name, name) for name in SAME), ("whole", "resume", None, None), ("begun", "resume", None, 2)]
+    calls = [
+        *((name, name) for name in (*SAME, "joins")),
+        ("whole", "resume", None, None),
+        ("begun", "resume", None, 2),
+    ]
     return run_ranks("dist.scenarios:several", 1, folder, *calls)[0]
 
 
 @pytest.fixture(scope="session")
 def ddp(folder, alone) -> list[dict[str, Any]]:
     """Two ranks; goes on where one rank had stopped."""
-    names = ("on_some", "alone", "beside", "producer_fails", "schedule_differs", "sent", "interrupted")
+    names = ("joins", "on_some", "alone", "beside", "producer_fails", "schedule_differs", "sent", "interrupted")
     resumed = ("resumed", "resume", alone["begun"]["summary"]["run_dir"], 4)
     refused = (("differs", "refused", "differs"), ("wrong", "refused", "wrong"))
     return run_ranks("dist.scenarios:several", 2, folder, *((n, n) for n in (*SAME, *names)), *refused, resumed)

@@ -255,6 +255,50 @@ def resume(folder: Path, run_dir: str | None, max_jobs: int | None, *placement: 
     return run(folder, "+tenants=[toy,toy_sft]", "run_name=resume", *placement, change=change)
 
 
+def joins(folder: Path, *placement: str) -> dict:
+    """After the first tenant's first job two more are asked for (sft and rl), one that cannot be built and a visitor,
+    who is sent away once the first one is done."""
+    from nexus_lightning.runtime import Runtime
+
+    complete, asked, said = Runtime.complete, {}, {}
+    extra = toy(folder, "+tenants=[toy,toy_sft]", "run_name=extra", jobs=2)
+    visitor = copy.deepcopy(extra.tenants["toy_sft"])
+    visitor.target_jobs = 10_000
+    broken = copy.deepcopy(extra.tenants["toy_sft"])
+    broken.head["_target_"] = f"{__name__}.NotOnRank1"
+
+    def complete_and_ask(self: Runtime, slot: Any, *args: Any) -> None:
+        complete(self, slot, *args)
+        if not self.ranks.first:
+            return
+        if not asked:
+            tenants = {"late": extra.tenants["toy_sft"], "late_rl": extra.tenants["toy"], "visitor": visitor}
+            asked.update({name: self.membership.join(name, tenant) for name, tenant in tenants.items()})
+            if self.ranks.size > 1:
+                asked["broken"] = self.membership.join("broken", broken)
+        elif slot.name == "visitor" and "gone" not in asked and self.slots["first"].jobs_completed == 4:
+            asked["gone"] = self.membership.leave("visitor")
+
+    Runtime.complete = complete_and_ask  # type: ignore[method-assign]
+    try:
+        done = run(folder, "+tenant@tenants.first=toy_sft", "run_name=joins", *placement, jobs=4)
+    finally:
+        Runtime.complete = complete  # type: ignore[method-assign]
+    for name, future in asked.items():
+        said[name] = str(future.exception(timeout=1) or "done")
+    visited = Path(done["summary"]["run_dir"]) / "tenants" / "visitor" / "latest"
+    return {**done, "said": said, "visited": visited.is_file()}
+
+
+class NotOnRank1(ChunkMLPHead):
+    """Cannot be built on rank 1 (a test double)."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        if rank() == 1:
+            raise OSError("no such file on rank 1")
+        super().__init__(*args, **kwargs)
+
+
 # ------------------------------------------------------------------------------------------------- under torchrun
 
 #: The scenario ``sft``, as arguments of train.py.

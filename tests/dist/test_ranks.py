@@ -72,6 +72,21 @@ def test_a_failure_on_one_rank_takes_the_tenant_out_everywhere_and_nobody_else(d
     assert "rank 1 ran out of luck" in (errors / "raises.txt").read_text(), "the traceback of the rank that failed"
 
 
+def test_tenants_that_join_and_leave_a_live_run(alone, ddp):
+    """What they learn is what they learn on one rank, and the one that was there learns what it learns alone."""
+    for mine in (alone, *ddp):
+        run = mine["joins"]
+        assert set(run["summary"]["tenants"]) == {"first", "late", "late_rl"} and run["visited"], "saved when it left"
+        jobs = {name: t["jobs_completed"] for name, t in run["summary"]["tenants"].items()}
+        assert jobs == {"first": 4, "late": 2, "late_rl": 2}
+        assert all(t["eval"]["n"] == 5 for t in run["summary"]["tenants"].values())
+    for tenant in ("first", "late", "late_rl"):  # of late_rl some gradients are near Adam's epsilon: measured 2.3e-6
+        assert largest_difference(alone["joins"], ddp[0]["joins"], tenant) < 5 * TOLERANCE
+    said = ddp[0]["joins"]["said"]
+    assert "OSError: no such file on rank 1 (on rank 1)" in said.pop("broken")
+    assert set(said.values()) == {"done"} and said.keys() == alone["joins"]["said"].keys() == said.keys() | {"gone"}
+
+
 def test_a_producer_that_fails_on_one_rank(ddp):
     for mine in ddp:
         tenants = mine["producer_fails"]["summary"]["tenants"]
