@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 import signal
 import threading
@@ -168,6 +169,7 @@ class Runtime:
             self._register(slot, 1 if fast else slot.spec.config.target_jobs)
         if self._restored_scheduler is not None:
             self.scheduler.load_state_dict(self._restored_scheduler)
+        self.served.backbone = self._serving_backbone()
         self.server.start()
         for slot in self.slots.values():
             self.publish(slot)
@@ -181,6 +183,14 @@ class Runtime:
                 evaluator.request()
         for producer in self.producers:
             producer.start()
+
+    def _serving_backbone(self) -> Backbone:
+        """What rollouts and evaluations run: the actor's own weights, or a whole copy where
+        ``placement.inference.device`` names a device. Beside an actor with shards :attr:`backbone` is that copy."""
+        device = self.config.placement.inference.device
+        if device == "training" or self.actor.sharded_backbone:
+            return self.backbone
+        return copy.deepcopy(self.backbone).to(device)  # from what Lightning has moved and converted
 
     def _register(self, slot: TenantSlot, target_jobs: int | None) -> None:
         config = slot.spec.config
@@ -201,6 +211,8 @@ class Runtime:
         evaluator = None if env is None or not config.eval.episodes else self._evaluator(slot, env)
         share = self.shares[slot.name]
         if config.task == "rl" and share.index is None:
+            if config.dataset is not None:  # demonstrations are divided over all ranks
+                self.demonstrations[slot.name] = DemonstrationStream(self._reader(slot), slot.spec.seed)
             return [AbsentRolloutProducer(slot, self.served, self.scheduler, self.quarantine, self.lease_deadline_s)]
         if config.task == "rl":
             assert env is not None
@@ -280,6 +292,7 @@ class Runtime:
             slot.normalizer,
             num_envs=end - first,
             first_env=first,
+            all_envs=config.environment.num_envs if config.task == "rl" else None,
             seed=derive_seed(slot.spec.seed, "environment") % 2**31,
             tenant=slot.name,
             group_size=1 if config.algorithm is None else config.algorithm.group_size or 1,
@@ -464,9 +477,12 @@ class Runtime:
                 continue
             try:
                 self._actor_forward(slot, job)
-                environment = slot.spec.config.environment
+                environment, share = slot.spec.config.environment, self.shares[name]
                 assert environment is not None
-                advantage_stage(self.scheduler, self.queue, slot, self.lease_deadline_s, environment.num_envs)
+                num_envs = environment.num_envs // share.count
+                advantage_stage(
+                    self.scheduler, self.queue, slot, self.lease_deadline_s, num_envs, normalize=share.count == 1
+                )
             except Exception as error:
                 self.quarantine(name, f"{type(error).__name__}: {error}", traceback.format_exc())
 
@@ -740,12 +756,12 @@ class Runtime:
 
     def _share(self, tenant: str) -> Share:
         """Of the tenant's simulators; demonstrations are always divided over all ranks."""
-        ranks = self.config.placement.environments.get(tenant, list(range(self.ranks.size)))
+        ranks = self.evaluating_ranks(tenant)
         return Share(ranks.index(self.ranks.rank) if self.ranks.rank in ranks else None, len(ranks))
 
-    def num_evaluators(self, tenant: str) -> int:
-        """On how many ranks a share of the tenant's evaluation runs."""
-        return self.shares[tenant].count
+    def evaluating_ranks(self, tenant: str) -> list[int]:
+        """The ranks that run the tenant's simulators, in the order of their shares."""
+        return self.config.placement.environments.get(tenant, list(range(self.ranks.size)))
 
     def take_failures(self) -> dict[str, Failure]:
         """What :meth:`quarantine` was told since the last tick."""
@@ -763,8 +779,10 @@ class Runtime:
     def merge_evaluation(
         self, tenant: str, version: int, shares: list[tuple[list[dict[str, Any]], Path | None]]
     ) -> tuple[EvalResult, Path | None]:
-        """All ranks' episodes as one result, in the order of the seeds."""
-        episodes = sorted((e for part, _ in shares for e in part), key=lambda e: e["seed"])
+        """All ranks' episodes as one result, in the order in which one rank would run them."""
+        episodes: list[dict[str, Any]] = [{}] * sum(len(part) for part, _ in shares)
+        for index, (part, _) in enumerate(shares):
+            episodes[index :: len(shares)] = part
         return summarise(tenant, version, episodes), next((video for _, video in shares if video is not None), None)
 
     def rollout_metrics(self, job: Job) -> dict[str, float] | None:

@@ -165,6 +165,7 @@ class NexusTrainer(L.Trainer):
         A resident run ends only when it is asked to.
         """
         model.runtime = self.runtime
+        model.build_objectives()  # they know now which rows are this rank's
         if isinstance(self.strategy, TenantFSDP2):
             model.shard = self.strategy.shard
         self.runtime.actor_forward, self.runtime.actor = model.actor_forward, model
@@ -581,7 +582,10 @@ def _summary(runtime: Runtime, module: MultiTenantModule) -> dict[str, Any]:
             jobs[state] = jobs.get(state, 0) + count
     summary = {
         "tenants": tenants,
-        "backbone_unchanged": module.backbone.compute_fingerprint() == runtime.fingerprint,
+        "backbone_unchanged": all(
+            backbone.compute_fingerprint() == runtime.fingerprint
+            for backbone in dict.fromkeys((module.backbone, runtime.served.backbone))
+        ),
         "jobs_by_state": jobs,
         "utilisation": runtime.events.utilisation(),
         "interrupted": runtime.interrupted,

@@ -252,6 +252,7 @@ class Control:
     def next_jobs(self) -> list[Job]:
         """The next job group, leased here as everywhere; empty when the runtime has stopped."""
         while True:
+            self.runtime.prepare_jobs()  # calls no collective: a policy changes only when all ranks train it
             decision = self.tick(leasing=True)
             if decision.stop:
                 return []
@@ -344,9 +345,10 @@ class Control:
                     continue
                 shares = self._shares.setdefault((tenant, version), {})
                 shares[rank] = (episodes, video)
-                if len(shares) < self.runtime.num_evaluators(tenant):
+                if len(shares) < len(self.runtime.evaluating_ranks(tenant)):
                     continue
-                merged.append(self.runtime.merge_evaluation(tenant, version, [shares[r] for r in sorted(shares)]))
+                parts = [shares[r] for r in self.runtime.evaluating_ranks(tenant)]
+                merged.append(self.runtime.merge_evaluation(tenant, version, parts))
                 # An older version of which a rank has skipped its share, busy with something newer, is never whole.
                 self._shares = {k: v for k, v in self._shares.items() if k[0] != tenant or k[1] > version}
         return merged

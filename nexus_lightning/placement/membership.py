@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from nexus_lightning.config import ConfigError, TenantConfig, dataset_root, tenant_problems
 from nexus_lightning.memory import Admission, free_bytes, head_memory
 from nexus_lightning.placement.plan import environment_ranks
-from nexus_lightning.placement.sharding import needs_whole_backbone, tenant_rank_problems
+from nexus_lightning.placement.sharding import needs_whole_backbone
 from nexus_lightning.producers.demonstrations import dataset_stats, open_dataset
 from nexus_lightning.tenant import TenantSlot, TenantSpec, build_slot
 
@@ -95,7 +95,6 @@ class Membership:
     def _problems(self, name: str, config: TenantConfig) -> list[str]:
         runtime, key = self.runtime, f"tenants.{name}"
         problems = tenant_problems(key, name, config, runtime.config)
-        problems += tenant_rank_problems(name, config, runtime.ranks.size)
         if name in runtime.slots:
             problems.append(f"{key}: is there already; let it leave first, or choose another name")
         if config.init_from.recipe is not None:

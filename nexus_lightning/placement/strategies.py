@@ -47,9 +47,11 @@ class TenantFSDP2(ModelParallelStrategy):
         assert module.runtime is not None
         plan, device = self.plan, self.root_device.type
         mesh = init_device_mesh(device, (plan.replicate, plan.shard), mesh_dim_names=("replicate", "shard"))
-        if needs_whole_backbone(module.runtime.config):
+        inference = self.placement.inference.device
+        if inference != "training" or needs_whole_backbone(module.runtime.config):
             # the whole one is the inference server's and the readers'; the actor's shards are a copy
             module.backbone = copy.deepcopy(module.runtime.backbone)
+            module.runtime.backbone.to(self.root_device if inference == "training" else inference)
         shard_backbone(module.backbone, mesh["shard"], self.placement.backbone)
         module.sharded_backbone = True
         if plan.heads_shard > 1:

@@ -21,7 +21,7 @@ def folder(tmp_path_factory) -> Path:
 def alone(folder) -> dict[str, Any]:
     """One rank; the last one is stopped after two of its eight jobs."""
     calls = [
-        *((name, name) for name in (*SAME, "joins")),
+        *((name, name) for name in (*SAME, "mixed", "iql", "joins")),
         ("whole", "resume", None, None),
         ("begun", "resume", None, 2),
     ]
@@ -31,10 +31,11 @@ def alone(folder) -> dict[str, Any]:
 @pytest.fixture(scope="session")
 def ddp(folder, alone) -> list[dict[str, Any]]:
     """Two ranks; goes on where one rank had stopped."""
-    names = ("joins", "on_some", "alone", "beside", "producer_fails", "schedule_differs", "sent", "interrupted")
+    names = ("mixed", "iql", "joins", "on_some", "alone", "beside", "producer_fails", "schedule_differs", "sent")
+    on_one = ("mixed_on_one", "mixed", "+placement.environments.toy=[1]")
     resumed = ("resumed", "resume", alone["begun"]["summary"]["run_dir"], 4)
     refused = (("differs", "refused", "differs"), ("wrong", "refused", "wrong"))
-    return run_ranks("dist.scenarios:several", 2, folder, *((n, n) for n in (*SAME, *names)), *refused, resumed)
+    return run_ranks("dist.scenarios:several", 2, folder, *((n, n) for n in (*SAME, *names)), on_one, ("interrupted",) * 2, *refused, resumed)
 
 
 @pytest.fixture(scope="session")
@@ -42,7 +43,7 @@ def fsdp2(folder, alone, ddp) -> list[dict[str, Any]]:
     """A sharded backbone, with whole heads and (``*_heads``) with sharded ones; goes on where two whole ranks had
     stopped, and then without shards."""
     run_dir = ddp[0]["resumed"]["summary"]["run_dir"]
-    whole = [(name, name, "placement=fsdp2") for name in ("uneven", "grpo", "beside")]
+    whole = [(name, name, "placement=fsdp2") for name in ("uneven", "grpo", "mixed", "beside")]
     sharded = [(f"{name}_heads", name, *SHARDED) for name in ("sft", "uneven", "grpo", "beside")]
     resumed = [("resumed", "resume", run_dir, 6, *SHARDED), ("back", "resume", run_dir, 7)]
     return run_ranks("dist.scenarios:several", 2, folder, *whole, *sharded, *resumed)

@@ -18,6 +18,7 @@ import torch
 
 from models.heads.mlp import ChunkMLPHead
 from nexus_lightning.checkpoint import read_payload, resolve_payload
+from nexus_lightning.config import dataset_root
 from nexus_lightning.placement.control import Control, Ranks
 from nexus_lightning.trainer import train
 
@@ -112,6 +113,32 @@ def grpo(folder: Path, *placement: str) -> dict:
         tenant.features.reuse = "never"
 
     return run(folder, "+tenants=[toy]", "run_name=grpo", *placement, change=change)
+
+
+def mixed(folder: Path, *placement: str) -> dict:
+    """Two tasks, demonstrations mixed in (a batch that two ranks cannot share equally), decoupled PPO that encodes
+    observations for the actor's stage and again."""
+
+    def change(config: Any) -> None:
+        demonstrations, tenant = config.tenants.pop("toy_sft"), config.tenants["toy"]
+        root = dataset_root(demonstrations, config.data_dir)  # recorded by an earlier scenario
+        tenant.dataset = replace(demonstrations.dataset, root=str(root), record=None, batch_size=15)
+        tenant.environment.tasks = ["plain", "mirrored"]
+        tenant.algorithm.sft_weight, tenant.algorithm.proximal, tenant.algorithm.minibatch_size = 0.5, True, 12
+        tenant.algorithm.value_warmup_jobs, tenant.features.reuse = 1, "never"
+
+    return run(folder, "+tenants=[toy,toy_sft]", "run_name=mixed", *placement, change=change)
+
+
+def iql(folder: Path, *placement: str) -> dict:
+    """Values alone: what the policy imitates is drawn on each rank."""
+
+    def change(config: Any) -> None:
+        tenant = config.tenants["toy_offline"]
+        tenant.algorithm.name, tenant.algorithm.value_warmup_jobs = "iql", 100
+        tenant.dataset.batch_size = 15
+
+    return run(folder, "+tenants=[toy_offline]", "run_name=iql", *placement, change=change)
 
 
 def on_some(folder: Path) -> dict:

@@ -48,6 +48,23 @@ def test_two_ranks_are_one_rank(alone, ddp, name):
     assert ddp[1][name]["summary"]["run_dir"] == ddp[0][name]["summary"]["run_dir"], "one run folder"
 
 
+@pytest.mark.parametrize("name", ["mixed", "mixed_on_one", "iql"])
+def test_every_algorithm_on_two_ranks(alone, ddp, name):
+    """Several tasks, demonstrations mixed in, decoupled PPO (also where one rank has no simulators); values of iql."""
+    one, two = alone[name.removesuffix("_on_one")], ddp[0][name]
+    (tenant,) = one["payloads"]
+    assert largest_difference(one, two, tenant) < 5 * TOLERANCE
+    metrics = {"iql": ["value_loss", "q_loss", "q", "value"]}.get(name)
+    for metric in metrics or ["loss", "sft_loss", "importance_weight", "behavior_kl", "kl", "success_rate"]:
+        column = f"train/{tenant}/{metric}"
+        assert rows(one, column), column
+        assert rows(two, column) == pytest.approx(rows(one, column), abs=1e-4, rel=1e-4), column
+    evals = [run["summary"]["tenants"][tenant]["eval"] for run in (one, two)]
+    assert evals[0]["n"] == evals[1]["n"] and evals[0]["success_rate"] == evals[1]["success_rate"]
+    if name != "iql":
+        assert [(t["task"], t["n"]) for t in evals[1]["by_task"]] == [("plain", 5), ("mirrored", 5)]
+
+
 def test_uneven_batches_are_padded_and_weigh_right(alone, ddp):
     """5 rows on two ranks: 3 and 2; the mean of the two means would be off by far more than the tolerance."""
     assert rows(ddp[0]["uneven"], "train/toy_sft/loss") == pytest.approx(
@@ -147,6 +164,10 @@ def test_two_ranks_with_shards_are_one_rank(alone, fsdp2, name):
     (tenant,) = one["payloads"]
     assert_same(one, fsdp2[0][name], tenant)
     assert fsdp2[0][name]["summary"]["backbone_unchanged"] is True
+
+
+def test_the_actors_own_look_at_a_rollout_beside_a_sharded_backbone(alone, fsdp2):
+    assert largest_difference(alone["mixed"], fsdp2[0]["mixed"], "toy") < 5 * TOLERANCE
 
 
 @pytest.mark.parametrize("name", ["beside", "beside_heads"])
