@@ -111,6 +111,7 @@ class Runtime:
         rl = {name: slot for name, slot in slots.items() if slot.spec.config.task == "rl"}
         self.reuse = {name: plan_reuse(slot, backbone, budget) for name, slot in rl.items()}
         self.shares = {name: self._share(name) for name in slots}
+        self.max_restarts = 0 if config.placement.ray is None else config.placement.ray.max_restarts
         self.producers: list[Producer] = []
         self.evaluators: dict[str, Evaluator] = {}
         self.readers: dict[str, DemonstrationReader] = {}
@@ -195,6 +196,7 @@ class Runtime:
                     self.passes[slot.name],
                     share,
                     reader if config.features.warm_up else None,
+                    self.max_restarts,
                 )
             )
             return producers
@@ -250,6 +252,7 @@ class Runtime:
             slot.spec.schema,
             slot.normalizer,
             num_envs=end - first,
+            ray=self.config.placement.ray,
             first_env=first,
             seed=derive_seed(slot.spec.seed, "environment") % 2**31,
             tenant=slot.name,
@@ -258,6 +261,7 @@ class Runtime:
         env.on_recycle = lambda index, reason: self.events.point(
             "simulator_recycled", slot.name, simulator=index, reason=reason, count=env.recycled
         )
+        env.on_lost = lambda reason: self._on_lost(slot.name, reason)
         return env
 
     def _evaluator(self, slot: TenantSlot, env: SimulatorEnv) -> Evaluator:
@@ -278,6 +282,7 @@ class Runtime:
             lambda start, end: self.events.span("environment", {slot.name: len(episodes)}, start, end, kind="eval"),
             self.events.now,
             self.run_dir / "videos" / f"{slot.name}.mp4" if video else None,
+            self.max_restarts,
         )
         self.evaluators[slot.name] = evaluator
         return evaluator
@@ -636,6 +641,10 @@ class Runtime:
     def _on_batch(self, tenants: dict[str, int], start_s: float, end_s: float, encodes: int) -> None:
         offset = self.events.now() - time.monotonic()
         self.events.span("inference", tenants, start_s + offset, end_s + offset, kind=f"encode{encodes}")
+
+    def _on_lost(self, tenant: str, reason: str) -> None:
+        self.events.point("simulators_rebuilt", tenant, reason=reason)
+        log.warning("tenant %s: begins again on fresh simulators: %s", tenant, reason)
 
     def _on_rollout(self, tenant: str, job: Job, metrics: dict[str, float], start_s: float, end_s: float) -> None:
         self.events.span("environment", {tenant: job.sample_count}, start_s, end_s, kind="rollout")

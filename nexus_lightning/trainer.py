@@ -46,6 +46,7 @@ from nexus_lightning.monitoring.banner import banner
 from nexus_lightning.monitoring.loggers import close_loggers, logger_problems, make_loggers
 from nexus_lightning.monitoring.progress import NexusProgressBar
 from nexus_lightning.monitoring.report import summary_table, write_report, write_summary
+from nexus_lightning.placement.cluster import connected
 from nexus_lightning.placement.control import Ranks
 from nexus_lightning.placement.plan import Plan, resolve
 from nexus_lightning.placement.sharding import rank_problems, sharding_problems
@@ -202,13 +203,14 @@ def train(
     plan = resolve(config)
     if problems := [*rank_problems(config, plan), *sharding_problems(config, plan)]:
         raise ConfigError(problems)
-    if ranks is not None:
-        return _train(config, backbone, link_latest, plan, ranks)
-    ranks = Ranks.join(plan)
-    try:
-        return _train(config, backbone, link_latest, plan, ranks)
-    finally:
-        ranks.leave()
+    with connected(config, plan):
+        if ranks is not None:
+            return _train(config, backbone, link_latest, plan, ranks)
+        ranks = Ranks.join(plan)
+        try:
+            return _train(config, backbone, link_latest, plan, ranks)
+        finally:
+            ranks.leave()
 
 
 def _train(

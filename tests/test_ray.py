@@ -1,0 +1,243 @@
+"""``placement=ray`` on a real cluster of two local nodes: the same results as without, and what a lost machine does."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import socket
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from fakes import FakeBackbone
+
+from nexus_lightning.checkpoint import read_payload, resolve_payload
+from nexus_lightning.config import ConfigError, validate
+from nexus_lightning.environment import SimulatorDied, SimulatorEnv, SimulatorError
+from nexus_lightning.placement.cluster import connected
+from nexus_lightning.placement.plan import resolve
+from nexus_lightning.schema import Normalizer, TenantSchema
+from nexus_lightning.simulator import RaySimulator
+from nexus_lightning.trainer import train
+
+needs_ray = pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="the extra [ray] is not installed")
+CPUS = 4  # of each node
+BACKBONE = {"_target_": "fakes.FakeBackbone", "seed": 0, "dim": 8}
+
+
+@pytest.fixture(scope="module")
+def cluster():
+    pytest.importorskip("ray")
+    from ray_cluster import two_nodes
+
+    with two_nodes(CPUS) as nodes:
+        yield nodes
+
+
+@pytest.fixture
+def ray_overrides(cluster):
+    return ["placement=ray", f"placement.ray.address={cluster.address}", "placement.ray.num_cpus_per_simulator=0.5"]
+
+
+def fake_schema(**changes):
+    settings = {"state_dim": 4, "action_dim": 2, "chunk": 3, "execute": 3, "gripper": "close_positive", **changes}
+    return TenantSchema(**settings)
+
+
+def make_env(num_envs=2, worker=RaySimulator, simulator=None, **kwargs):
+    config = {"_target_": "fake_simulator.SteadyFake", "horizon": 6, **(simulator or {})}
+    schema = fake_schema(cameras=("front",), image_size=16)
+    config["cameras"] = ["front"]
+    return SimulatorEnv(config, schema, Normalizer(schema), num_envs, tenant="t", worker=worker, seed=3, **kwargs)
+
+
+def make_config(compose, *overrides, tenants=("a",), **simulator):
+    """PPO tenants with two light simulators each, evaluated at the start, once more and at the end."""
+    every = []
+    for name in tenants:
+        key = f"tenants.{name}"
+        every += [
+            f"+tenant@{key}=toy",
+            f"{key}.schema.image_size=16",
+            f"{key}.schema.gripper=close_positive",
+            f"{key}.environment.num_envs=2",
+            f"{key}.environment.inline=false",
+            f"{key}.algorithm.chunks_per_job=4",
+            f"{key}.algorithm.minibatch_size=4",
+            f"{key}.algorithm.epochs=2",
+            f"{key}.eval.episodes=2",
+            f"{key}.eval.every_n_jobs=2",
+            f"{key}.target_jobs=3",
+            f"{key}.max_in_flight=1",
+        ]
+    config = compose(*every, "trainer.enable_progress_bar=false", *overrides)
+    config.backbone = dict(BACKBONE)
+    for tenant in config.tenants.values():
+        given = {"horizon": 6, "goal": 1.0, "step_reward": 0.1, "cameras": ["camera"], **simulator}
+        tenant.environment.simulator = {"_target_": "fake_simulator.SteadyFake", **given}
+    return config
+
+
+def play(env, steps=4):
+    """Observations, rewards and ends of some steps with fixed actions, and resets where an episode ended."""
+    generator = torch.Generator().manual_seed(0)
+    td, seen = env.reset(), []
+    for _ in range(steps):
+        td["vla_action", "chunk"] = torch.randn(env.num_envs, 3, 2, generator=generator)
+        td = env.step(td)["next"]
+        seen += [td[key].clone() for key in ("reward", "done", "executed", ("observation", "state"), "episode_seed")]
+        seen.append(td["observation", "image", "front"].clone())
+        if bool(td["done"].any()):
+            td.set("_reset", td["done"].clone())
+            td = env.reset(td)
+    return seen
+
+
+def where(worker):
+    """Node id of a simulator's actor."""
+    import ray
+
+    return ray.get(worker._actor.__ray_call__.remote(lambda actor: ray.get_runtime_context().get_node_id()))
+
+
+# ----------------------------------------------------------------------------------------------- refused before a start
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["placement.ray.address=auto"], "placement.ray.address=auto: would attach to any cluster"),
+        (["placement.ray.address=ray://h:1"], "give host:port of the cluster's head"),
+        (
+            ["placement.ray.address=h:1", "placement.ray.inference_replicas=-1"],
+            "inference_replicas=-1: must be at least 0",
+        ),
+        (["placement.ray.address=h:1", "placement.ray.num_cpus_per_simulator=0"], "must be positive"),
+    ],
+)
+def test_what_no_cluster_can_have_is_refused(compose, monkeypatch, overrides, message):
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    with pytest.raises(ConfigError, match=message):
+        validate(make_config(compose, "placement=ray", *overrides))
+
+
+def test_an_address_is_required_and_keys_are_checked(compose):
+    with pytest.raises(ConfigError, match=r"placement\.ray\.address: a value is required"):
+        make_config(compose, "placement=ray")
+    with pytest.raises(Exception, match="num_cpus_per_env"):
+        make_config(compose, "placement=ray", "placement.ray.address=h:1", "placement.ray.num_cpus_per_env=1")
+
+
+def test_a_missing_package_is_named_with_its_extra(compose, monkeypatch):
+    found = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *a: None if name == "ray" else found(name, *a))
+    with pytest.raises(ConfigError, match=r"package ray is missing; pip install 'nexus-lightning\[ray\]'"):
+        validate(make_config(compose, "placement=ray", "placement.ray.address=h:1"))
+
+
+def test_auto_is_what_the_user_set(compose, monkeypatch):
+    monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:1")
+    validate(make_config(compose, "placement=ray", "placement.ray.address=auto"))
+
+
+@needs_ray
+def test_a_cluster_that_is_not_there(compose, tmp_path):
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    config = make_config(compose, "placement=ray", f"placement.ray.address=127.0.0.1:{port}")
+    with pytest.raises(ConfigError, match=rf"127\.0\.0\.1:{port}: cannot be reached"):
+        train(config, FakeBackbone())
+    assert not (tmp_path / "outputs").exists()
+
+
+# ----------------------------------------------------------------------------------------------------------- simulators
+
+
+def test_too_few_resources_are_refused_before_anything_is_built(compose, cluster, ray_overrides, tmp_path):
+    config = make_config(compose, *ray_overrides, "placement.ray.num_cpus_per_simulator=5")
+    with pytest.raises(ConfigError) as error:
+        train(config, FakeBackbone())
+    text = str(error.value)
+    assert "no machine of the cluster has the 5 CPU that one simulator reserves" in text
+    assert "needs 10 CPU (2 simulators x 5), the cluster has 8 free" in text
+    assert not (tmp_path / "outputs").exists()
+
+
+@pytest.fixture
+def driver(compose, ray_overrides):
+    """This process as a driver of the cluster."""
+    config = make_config(compose, *ray_overrides)
+    with connected(config, resolve(config)):
+        yield
+
+
+def test_simulators_on_two_nodes_give_what_inline_ones_give(cluster, driver):
+    env, local = make_env(3, max_resets=1), make_env(3, worker=None, inline=True)
+    assert all(torch.equal(a, b) for a, b in zip(play(env, 2), play(local, 2), strict=True))
+    assert len({where(worker) for worker in env._workers}) == 2
+    assert env.recycled == 3  # every episode had simulators of its own
+    env.close()
+    assert env.is_closed and not any(env._workers)
+
+
+def test_a_broken_simulator_is_told_with_its_tenant_and_rebuilt(driver):
+    env = make_env(1, simulator={"crash_at": 2})
+    with pytest.raises(SimulatorDied, match=r"tenant 't': simulator 0 died .*its Ray actor is gone"):
+        play(env)
+    env.reset()
+    assert env._workers[0].alive
+    env.close()
+    env = make_env(1, simulator={"raise_at": 2})
+    with pytest.raises(SimulatorError, match="the fake gripper broke"):
+        play(env)
+    env = make_env(1, simulator={"hang_at": 2}, step_timeout_s=0.5)
+    with pytest.raises(SimulatorDied, match=r"no answer within 0 s|no answer within 1 s"):
+        play(env)
+    env.close()
+
+
+def test_simulators_of_a_lost_node_are_rebuilt_on_another(cluster, driver):
+    from ray_cluster import add_node
+
+    third = add_node(cluster, 1, "third")
+    lost = make_env(1, worker=partial(RaySimulator, num_cpus=0.5, resources={"third": 0.1}))
+    kept = make_env(1)
+    lost.reset(), kept.reset()
+    node = where(lost._workers[0])
+    cluster.remove_node(third, allow_graceful=False)
+    with pytest.raises(SimulatorDied, match="tenant 't'"):
+        lost.step(lost.fake_tensordict().zero_())
+    lost._kind = RaySimulator
+    lost.reset()
+    assert where(lost._workers[0]) != node
+    assert len(play(kept)) > 0
+    lost.close(), kept.close()
+
+
+# ------------------------------------------------------------------------------------------------------------- training
+
+
+def weights_of(summary, tenant):
+    return read_payload(resolve_payload(Path(summary["run_dir"]) / "tenants" / tenant)).tensors
+
+
+def same_run(a, b, tenant):
+    ours, theirs = weights_of(a, tenant), weights_of(b, tenant)
+    assert ours.keys() == theirs.keys() and all(torch.equal(ours[k], theirs[k]) for k in ours)
+    assert a["tenants"][tenant] == b["tenants"][tenant]  # evaluations, versions, counts
+
+
+def test_a_run_on_the_cluster_trains_the_same_bits(compose, ray_overrides, tmp_path):
+    """Tenant a loses a simulator in the middle of a rollout and goes on; b's always end, and it alone is taken out."""
+    local = train(make_config(compose), FakeBackbone())
+    config = make_config(compose, *ray_overrides, "placement.ray.max_restarts=1", tenants=("a", "b"))
+    config.tenants["a"].environment.simulator["crash_once"] = str(tmp_path / "crashed")
+    config.tenants["b"].environment.simulator["crash_at"] = 2
+    remote = train(config, FakeBackbone())
+    assert (tmp_path / "crashed").exists()
+    same_run(local, remote, "a")
+    assert remote["tenants"]["b"]["quarantined"].startswith("SimulatorDied: tenant 'b': simulator")
+    events = [json.loads(line) for line in (Path(remote["run_dir"]) / "events.jsonl").read_text().splitlines()]
+    assert [e["tenant"] for e in events if e.get("kind") == "simulators_rebuilt"].count("a") == 1
