@@ -546,6 +546,11 @@ def _ray_problems(config: NexusConfig, ray: RayConfig) -> list[str]:
     for name in ("num_gpus_per_simulator", "num_gpus_per_replica", "max_restarts", "inference_replicas"):
         if getattr(ray, name) < 0:
             problems.append(f"placement.ray.{name}={getattr(ray, name)}: must be at least 0")
+    if ray.inference_replicas and config.placement.precision not in ("32-true", "bf16-mixed"):
+        problems.append(
+            f"placement.precision={config.placement.precision}: changes the dtype of backbone and heads in this "
+            "process only, not in replicas; use 32-true, or placement.ray.inference_replicas=0"
+        )
     for name, tenant in config.tenants.items():
         if tenant.environment is not None and tenant.environment.batched is True and not ray.num_gpus_per_simulator:
             problems.append(

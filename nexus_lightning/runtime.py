@@ -8,8 +8,9 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tensordict import TensorDict
 
@@ -45,8 +46,12 @@ from nexus_lightning.producers.rollouts import AbsentRolloutProducer, RolloutPro
 from nexus_lightning.queues.inference import ServedPolicies, TenantInferenceServer
 from nexus_lightning.queues.jobs import Job, JobState, LeaseLost, Scheduler
 from nexus_lightning.queues.journal import Journal
+from nexus_lightning.queues.replicas import Fleet
 from nexus_lightning.queues.training import TrainingQueue
 from nexus_lightning.tenant import TenantSlot, derive_seed
+
+if TYPE_CHECKING:
+    from nexus_lightning.producers.remote import RemoteCollector
 
 log = logging.getLogger(__name__)
 
@@ -98,6 +103,11 @@ class Runtime:
             timeout_s=config.queues.inference.timeout_s,
             on_batch=self._on_batch,
         )
+        self.fleet: Fleet | None = None  # replicas of the inference server, which then answer in its place
+        if config.placement.ray is not None and config.placement.ray.inference_replicas:
+            self.fleet = Fleet(config, slots, self.served, self.fingerprint)
+        self.replica_summary: list[dict[str, Any]] = []
+        self._make_env: dict[str, Callable[[], SimulatorEnv]] = {}
         self.status = RunStatus(
             tenants={
                 n: TenantStatus(task=s.spec.config.task, target=s.spec.config.target_jobs) for n, s in slots.items()
@@ -153,6 +163,8 @@ class Runtime:
         if self._restored_scheduler is not None:
             self.scheduler.load_state_dict(self._restored_scheduler)
         self.server.start()
+        if self.fleet is not None:
+            self.fleet.wait_ready()
         for slot in self.slots.values():
             self.publish(slot)
             if slot.quarantined is not None:
@@ -170,7 +182,8 @@ class Runtime:
         config = slot.spec.config
         producers: list[Producer] = []
         env = self._environment(slot)
-        evaluator = None if env is None or not config.eval.episodes else self._evaluator(slot, env)
+        remote = self._remote(slot, env)
+        evaluator = None if env is None or not config.eval.episodes else self._evaluator(slot, env, remote)
         share = self.shares[slot.name]
         if config.task == "rl" and share.index is None:
             return [AbsentRolloutProducer(slot, self.served, self.scheduler, self.quarantine, self.lease_deadline_s)]
@@ -197,6 +210,7 @@ class Runtime:
                     share,
                     reader if config.features.warm_up else None,
                     self.max_restarts,
+                    remote,
                 )
             )
             return producers
@@ -247,7 +261,8 @@ class Runtime:
         if config.environment is None or (config.task != "rl" and not config.eval.episodes) or share.index is None:
             return None
         first, end = share.block(config.environment.num_envs) if config.task == "rl" else (0, config.eval.num_envs)
-        env = make_env(
+        make = self._make_env[slot.name] = partial(
+            make_env,
             config.environment,
             slot.spec.schema,
             slot.normalizer,
@@ -258,13 +273,40 @@ class Runtime:
             tenant=slot.name,
             group_size=1 if config.algorithm is None else config.algorithm.group_size or 1,
         )
+        env = make()
         env.on_recycle = lambda index, reason: self.events.point(
             "simulator_recycled", slot.name, simulator=index, reason=reason, count=env.recycled
         )
         env.on_lost = lambda reason: self._on_lost(slot.name, reason)
         return env
 
-    def _evaluator(self, slot: TenantSlot, env: SimulatorEnv) -> Evaluator:
+    def _remote(self, slot: TenantSlot, env: SimulatorEnv | None) -> RemoteCollector | None:
+        """The tenant's collector on the cluster, where there are replicas that answer it."""
+        if self.fleet is None or env is None:
+            return None
+        from nexus_lightning.producers.remote import RemoteCollector  # imports Ray
+
+        placement, fleet = self.config.placement, self.fleet
+        assert placement.ray is not None
+        return RemoteCollector(
+            slot.name,
+            self._make_env[slot.name],
+            lambda: fleet.service(slot.name),
+            lambda version: fleet.weights(slot.name, version),
+            {"num_cpus": placement.ray.num_cpus_per_collector},
+            {
+                "seed": slot.spec.seed,
+                "algorithm": slot.spec.config.algorithm,
+                "reuse": slot.spec.config.task == "rl" and self.reuse[slot.name].reuse,
+                "total_envs": env.num_envs * self.shares[slot.name].count,
+                "max_restarts": self.max_restarts,
+                "torch_threads": placement.torch_threads,
+            },
+            self.max_restarts,
+            lambda reason: self._on_lost(slot.name, reason),
+        )
+
+    def _evaluator(self, slot: TenantSlot, env: SimulatorEnv, remote: RemoteCollector | None) -> Evaluator:
         config = slot.spec.config.eval
         if self.config.trainer.fast_dev_run:
             episodes = [(0, config.first_seed)]
@@ -283,6 +325,7 @@ class Runtime:
             self.events.now,
             self.run_dir / "videos" / f"{slot.name}.mp4" if video else None,
             self.max_restarts,
+            remote,
         )
         self.evaluators[slot.name] = evaluator
         return evaluator
@@ -322,6 +365,9 @@ class Runtime:
             if producer.ident is not None:
                 producer.join(timeout=60)
         self.server.shutdown()
+        if self.fleet is not None:
+            self.replica_summary = self.fleet.summary()
+            self.fleet.close()
         if self.journal is not None:
             self.journal.close()
         self.events.close()

@@ -512,5 +512,6 @@ def _summary(runtime: Runtime, module: MultiTenantModule) -> dict[str, Any]:
             name: counter.passes_per_observation for name, counter in runtime.passes.items()
         },
         "inference": runtime.server.summary(),
+        "inference_replicas": runtime.replica_summary,
     }
     return summary

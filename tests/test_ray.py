@@ -17,6 +17,7 @@ from nexus_lightning.config import ConfigError, validate
 from nexus_lightning.environment import SimulatorDied, SimulatorEnv, SimulatorError
 from nexus_lightning.placement.cluster import connected
 from nexus_lightning.placement.plan import resolve
+from nexus_lightning.runtime import Runtime
 from nexus_lightning.schema import Normalizer, TenantSchema
 from nexus_lightning.simulator import RaySimulator
 from nexus_lightning.trainer import train
@@ -241,3 +242,33 @@ def test_a_run_on_the_cluster_trains_the_same_bits(compose, ray_overrides, tmp_p
     assert remote["tenants"]["b"]["quarantined"].startswith("SimulatorDied: tenant 'b': simulator")
     events = [json.loads(line) for line in (Path(remote["run_dir"]) / "events.jsonl").read_text().splitlines()]
     assert [e["tenant"] for e in events if e.get("kind") == "simulators_rebuilt"].count("a") == 1
+
+
+@pytest.mark.slow
+def test_replicas_and_collectors_on_the_cluster_train_the_same_bits(compose, ray_overrides, monkeypatch):
+    """After the first rollouts one replica and a collector are lost: everything is asked again elsewhere."""
+    import ray
+
+    def lose(runtime, tenant, job, *rest):
+        if tenant == "a" and job.metadata["cursor"] == 1:
+            ray.kill(runtime.fleet.actors[0], no_restart=True)
+        if tenant == "b" and job.metadata["cursor"] == 1:
+            (producer,) = [p for p in runtime.producers if p.tenant == "b"]
+            ray.kill(producer.remote._collector.remote_collectors[0])
+        return told(runtime, tenant, job, *rest)
+
+    local = train(make_config(compose, tenants=("a", "b")), FakeBackbone())
+    told = Runtime._on_rollout
+    monkeypatch.setattr(Runtime, "_on_rollout", lose)
+    overrides = [
+        "placement.ray.inference_replicas=2",
+        "placement.ray.num_cpus_per_replica=0.5",
+        "placement.ray.num_cpus_per_collector=0.5",
+    ]
+    remote = train(make_config(compose, *ray_overrides, *overrides, tenants=("a", "b")), FakeBackbone())
+    same_run(local, remote, "a")
+    same_run(local, remote, "b")
+    assert remote["inference"] == {} and remote["inference_replicas"][0] == {}
+    assert set(remote["inference_replicas"][1]) == {"a", "b"}
+    events = [json.loads(line) for line in (Path(remote["run_dir"]) / "events.jsonl").read_text().splitlines()]
+    assert [e["tenant"] for e in events if e.get("kind") == "simulators_rebuilt"] == ["b"]

@@ -8,7 +8,7 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -20,6 +20,9 @@ from nexus_lightning.producers.base import Producer
 from nexus_lightning.queues.inference import ServedPolicies, TenantInferenceServer, TenantPolicyClient
 from nexus_lightning.schema import TenantSchema
 from nexus_lightning.simulator import SimulatorDied
+
+if TYPE_CHECKING:
+    from nexus_lightning.producers.remote import RemoteCollector
 
 #: An episode to run: (index of the task, seed).
 Episode = tuple[int, int]
@@ -279,7 +282,8 @@ class Evaluator:
     """Evaluates versions of one tenant on request; at most one waits (a newer one replaces it).
 
     :meth:`request` may be called from any thread; :meth:`run_pending` runs in the thread that owns the simulators and
-    hands tenant, version, episodes and video to ``on_result``.
+    hands tenant, version, episodes and video to ``on_result``. With ``remote`` the episodes run there, and ``env`` only
+    says what they are.
     """
 
     def __init__(
@@ -294,8 +298,9 @@ class Evaluator:
         clock: Callable[[], float],
         video_path: Path | None,
         max_restarts: int = 0,
+        remote: RemoteCollector | None = None,
     ) -> None:
-        self.max_restarts = max_restarts
+        self.max_restarts, self.remote = max_restarts, remote
         self.tenant, self.env, self.served, self.server = tenant, env, served, server
         self.episodes, self.on_result, self.on_span, self.clock = episodes, on_result, on_span, clock
         self.video_path = video_path
@@ -365,6 +370,8 @@ class Evaluator:
                 self._changed.notify_all()
 
     def _run(self, version: int, record: list[Episode], stopping: Callable[[], bool]) -> Evaluated:
+        if self.remote is not None:
+            return self.remote.evaluate(self.episodes, version, record)
         policy = self.server.client(self.tenant, sample=False, version=version)
         return run_episodes(self.env, policy, self.episodes, record, stopping, self.max_restarts)
 
@@ -381,9 +388,16 @@ class EvaluationProducer(Producer):
             if self.evaluator.wait_for_request(0.5):
                 self.evaluator.run_pending(self.stopping.is_set)
 
+    def stop(self) -> None:
+        super().stop()
+        if self.evaluator.remote is not None:
+            self.evaluator.remote.close()  # nothing else would end what it waits for
+
     def release(self) -> None:
         self.evaluator.abandon()
         self.evaluator.env.close()
+        if self.evaluator.remote is not None:
+            self.evaluator.remote.close()
 
 
 def result_dict(result: EvalResult) -> dict[str, Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from tensordict import TensorDict
@@ -32,6 +32,9 @@ from nexus_lightning.queues.jobs import Job, JobState, Scheduler
 from nexus_lightning.queues.training import TrainingQueue
 from nexus_lightning.simulator import SimulatorDied
 from nexus_lightning.tenant import TenantSlot, derive_seed
+
+if TYPE_CHECKING:
+    from nexus_lightning.producers.remote import RemoteCollector
 
 #: Columns of a partition that the advantage stage reads; of algorithms with a critic also the next ones.
 ADVANTAGE_FIELDS = (LOG_PROBS, EXECUTED, "reward", "done", "terminated", "episode_seed")
@@ -168,7 +171,8 @@ class RolloutProducer(Producer):
 
     A rollout is a pure function of (tenant seed, rollout index, policy version), see :class:`TenantCollector`: a
     resumed run needs the index alone. Evaluations of the tenant run on the same simulators between two rollouts. The
-    features of demonstrations that are mixed into the training (``warm_up``) are computed before the first one.
+    features of demonstrations that are mixed into the training (``warm_up``) are computed before the first one. With
+    ``remote`` the collector is elsewhere, and ``env`` only says how many simulators it has.
     """
 
     def __init__(
@@ -189,8 +193,10 @@ class RolloutProducer(Producer):
         share: Share | None = None,
         warm_up: DemonstrationReader | None = None,
         max_restarts: int = 0,
+        remote: RemoteCollector | None = None,
     ) -> None:
         super().__init__(slot.name, on_failure)
+        self.remote = remote
         algorithm = slot.spec.config.algorithm
         assert algorithm is not None
         self.slot, self.env, self.evaluator, self.algorithm = slot, env, evaluator, algorithm
@@ -241,8 +247,17 @@ class RolloutProducer(Producer):
         if self.evaluator is not None:
             self.evaluator.abandon()
         self.env.close()
+        if self.remote is not None:
+            self.remote.close()
 
-    def _collector(self) -> TenantCollector:
+    def stop(self) -> None:
+        super().stop()
+        if self.remote is not None:
+            self.remote.close()  # nothing else would end what it waits for
+
+    def _collector(self) -> TenantCollector | RemoteCollector:
+        if self.remote is not None:
+            return self.remote
         return TenantCollector(
             self.env,
             self.policy,
@@ -253,7 +268,7 @@ class RolloutProducer(Producer):
             max_restarts=self.max_restarts,
         )
 
-    def _roll_out(self, job: Job, index: int, version: int, collector: TenantCollector) -> None:
+    def _roll_out(self, job: Job, index: int, version: int, collector: TenantCollector | RemoteCollector) -> None:
         start = self.clock()
         rollout = collector.collect(index, version)
         self.on_rollout(self.tenant, job, rollout.metrics, start, self.clock())
