@@ -458,7 +458,7 @@ def _banner(
             "reason": f"placement.accelerator={config.placement.accelerator}",
         },
         tenants=tenants,
-        placement={**plan.summary(), "torch threads": torch.get_num_threads()},
+        placement={**plan.summary(), **_cluster_summary(config), "torch threads": torch.get_num_threads()},
         queues={
             "inference batch": config.queues.inference.max_batch_size,
             "wait": f"{config.queues.inference.timeout_s * 1e3:g} ms",
@@ -470,6 +470,14 @@ def _banner(
         },
         resumed_from=None if ckpt_path is None else str(ckpt_path),
     )
+
+
+def _cluster_summary(config: NexusConfig) -> dict[str, str]:
+    ray = config.placement.ray
+    if ray is None:
+        return {}
+    replicas = f"{ray.inference_replicas} replicas there" if ray.inference_replicas else "answered here"
+    return {"simulators on Ray at": f"{ray.address}, {replicas}"}
 
 
 def _summary(runtime: Runtime, module: MultiTenantModule) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import importlib.util
 import json
 import socket
@@ -11,15 +12,22 @@ from pathlib import Path
 import pytest
 import torch
 from fakes import FakeBackbone
+from safetensors.torch import save
+from tensordict import NonTensorStack, TensorDict
 
+from nexus_lightning.backbone import sharing_key
 from nexus_lightning.checkpoint import read_payload, resolve_payload
-from nexus_lightning.config import ConfigError, validate
+from nexus_lightning.config import ConfigError, InferenceQueueConfig, validate
 from nexus_lightning.environment import SimulatorDied, SimulatorEnv, SimulatorError
+from nexus_lightning.features.reuse import blank_observation
 from nexus_lightning.placement.cluster import connected
 from nexus_lightning.placement.plan import resolve
+from nexus_lightning.queues.inference import ServedPolicies, TenantInferenceServer, _Ask, _Session
+from nexus_lightning.queues.replicas import InferenceReplica
 from nexus_lightning.runtime import Runtime
 from nexus_lightning.schema import Normalizer, TenantSchema
 from nexus_lightning.simulator import RaySimulator
+from nexus_lightning.tenant import TenantSpec, build_slot
 from nexus_lightning.trainer import train
 
 needs_ray = pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="the extra [ray] is not installed")
@@ -74,7 +82,7 @@ def make_config(compose, *overrides, tenants=("a",), **simulator):
         ]
     config = compose(*every, "trainer.enable_progress_bar=false", *overrides)
     config.backbone = dict(BACKBONE)
-    for tenant in config.tenants.values():
+    for tenant in (config.tenants[name] for name in tenants):
         given = {"horizon": 6, "goal": 1.0, "step_reward": 0.1, "cameras": ["camera"], **simulator}
         tenant.environment.simulator = {"_target_": "fake_simulator.SteadyFake", **given}
     return config
@@ -175,7 +183,7 @@ def driver(compose, ray_overrides):
 
 
 def test_simulators_on_two_nodes_give_what_inline_ones_give(cluster, driver):
-    env, local = make_env(3, max_resets=1), make_env(3, worker=None, inline=True)
+    env, local = make_env(3, max_memory_gb=0.001), make_env(3, worker=None, inline=True)
     assert all(torch.equal(a, b) for a, b in zip(play(env, 2), play(local, 2), strict=True))
     assert len({where(worker) for worker in env._workers}) == 2
     assert env.recycled == 3  # every episode had simulators of its own
@@ -217,6 +225,62 @@ def test_simulators_of_a_lost_node_are_rebuilt_on_another(cluster, driver):
     lost.close(), kept.close()
 
 
+# ------------------------------------------------------------------------------------------------ replica, without Ray
+
+
+@pytest.fixture
+def served(compose):
+    """A spec, versions 0 to 4 of its head as ``(digest, weights)``, and what a server here answers with each."""
+    spec = TenantSpec.compile("a", make_config(compose).tenants["a"], 0)
+    backbone = FakeBackbone()
+    slot = build_slot(spec, backbone)
+    policies, weights, answers = ServedPolicies(backbone), [], []
+    observation = blank_observation(spec.schema)
+    observation["state"] = torch.ones(1, 4)
+    request = TensorDict({"observation": observation, "language_instruction": NonTensorStack("go")}, [1])
+    with TenantInferenceServer(policies) as server:
+        for version in range(5):
+            with torch.no_grad():
+                next(slot.head.parameters()).add_(0.1)
+            digest = policies.publish("a", version, slot.head, slot.normalizer, spec.schema)
+            parts = {"head": slot.head, "normalizer": slot.normalizer}
+            tensors = {f"{name}.{k}": v.clone() for name, part in parts.items() for k, v in part.state_dict().items()}
+            weights.append((digest, save(tensors)))
+            answers.append(server.client("a", sample=False)(request.clone())["vla_action", "chunk"])
+    return spec, backbone.fingerprint, weights, answers, request
+
+
+def test_a_replica_answers_with_the_same_bits_once_it_was_given_the_version(served):
+    spec, fingerprint, weights, answers, request = served
+    settings = (fingerprint, {"a": spec}, InferenceQueueConfig(), 1, False)
+    with pytest.raises(RuntimeError, match="the backbone built here has fingerprint"):
+        InferenceReplica({**BACKBONE, "seed": 1}, *settings)
+    replica = InferenceReplica(BACKBONE, *settings)
+    group = sharing_key(spec.schema, "tokens")
+    given = request["observation"], request.get("language_instruction")
+
+    def ask(version, digest=None):
+        asked = _Ask(_Session(group), "a", version, "act", 1, *given, noise=None, keep_features=False)
+        return asyncio.run(replica.act("session", group, digest or weights[version][0], asked))
+
+    def give(version, digest=None):
+        asyncio.run(replica.give("a", version, digest or weights[version][0], weights[version][1]))
+
+    assert ask(3) is None
+    with pytest.raises(RuntimeError, match="tenant 'a': version 3 arrived at a replica with digest"):
+        give(3, digest="0" * 64)
+    for version in (3, 1, 0):  # an older one, which an evaluation has pinned, may come later
+        give(version)
+        answer, answered_by = ask(version)
+        assert torch.equal(answer["vla_action", "chunk"], answers[version]) and answered_by == ("a", version)
+    with pytest.raises(RuntimeError, match="version 3 has digest"):
+        ask(3, digest="0" * 64)
+    give(4)  # there is room for three: 1 was used least recently
+    assert ask(1) is None and all(ask(version) for version in (0, 3, 4))
+    assert replica.policies.versions("a") == [0, 3, 4]
+    replica._server.shutdown()
+
+
 # ------------------------------------------------------------------------------------------------------------- training
 
 
@@ -245,30 +309,34 @@ def test_a_run_on_the_cluster_trains_the_same_bits(compose, ray_overrides, tmp_p
 
 
 @pytest.mark.slow
-def test_replicas_and_collectors_on_the_cluster_train_the_same_bits(compose, ray_overrides, monkeypatch):
-    """After the first rollouts one replica and a collector are lost: everything is asked again elsewhere."""
+def test_replicas_and_collectors_on_the_cluster_train_the_same_bits(compose, cluster, ray_overrides, monkeypatch):
+    """Between the rollouts of the RL tenant a replica is lost, then its collector, then a whole machine: everything is
+    asked again elsewhere. The supervised tenant is evaluated on the cluster and does not notice."""
     import ray
 
     def lose(runtime, tenant, job, *rest):
-        if tenant == "a" and job.metadata["cursor"] == 1:
+        (producer,) = [p for p in runtime.producers if p.tenant == "a"]
+        if job.metadata["cursor"] == 1:
             ray.kill(runtime.fleet.actors[0], no_restart=True)
-        if tenant == "b" and job.metadata["cursor"] == 1:
-            (producer,) = [p for p in runtime.producers if p.tenant == "b"]
+        if job.metadata["cursor"] == 2:
             ray.kill(producer.remote._collector.remote_collectors[0])
+        if job.metadata["cursor"] == 3:
+            cluster.remove_node(next(iter(cluster.worker_nodes)), allow_graceful=False)
         return told(runtime, tenant, job, *rest)
 
-    local = train(make_config(compose, tenants=("a", "b")), FakeBackbone())
+    def config(*overrides):
+        supervised = ["+tenant@tenants.s=toy_sft", "tenants.s.target_jobs=3", "tenants.s.eval.every_n_jobs=2"]
+        made = make_config(compose, *supervised, "tenants.s.eval.episodes=2", "tenants.a.target_jobs=4", *overrides)
+        return made
+
+    local = train(config(), FakeBackbone())
     told = Runtime._on_rollout
     monkeypatch.setattr(Runtime, "_on_rollout", lose)
-    overrides = [
-        "placement.ray.inference_replicas=2",
-        "placement.ray.num_cpus_per_replica=0.5",
-        "placement.ray.num_cpus_per_collector=0.5",
-    ]
-    remote = train(make_config(compose, *ray_overrides, *overrides, tenants=("a", "b")), FakeBackbone())
+    reserve = [f"placement.ray.num_cpus_per_{what}=0.25" for what in ("simulator", "replica", "collector")]
+    remote = train(config(*ray_overrides, "placement.ray.inference_replicas=2", *reserve), FakeBackbone())
     same_run(local, remote, "a")
-    same_run(local, remote, "b")
-    assert remote["inference"] == {} and remote["inference_replicas"][0] == {}
-    assert set(remote["inference_replicas"][1]) == {"a", "b"}
+    same_run(local, remote, "s")
+    assert remote["inference"] == {}  # nothing was answered here
+    assert sum("a" in replica for replica in remote["inference_replicas"]) == 1
     events = [json.loads(line) for line in (Path(remote["run_dir"]) / "events.jsonl").read_text().splitlines()]
-    assert [e["tenant"] for e in events if e.get("kind") == "simulators_rebuilt"] == ["b"]
+    assert "a" in [e["tenant"] for e in events if e.get("kind") == "simulators_rebuilt"]

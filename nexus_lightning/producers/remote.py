@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import threading
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, cast
 
 from torchrl.collectors.distributed import RayCollector
 
@@ -115,8 +115,8 @@ class RemoteCollector:
             if self._collector is None:
                 self._collector = RayCollector(
                     [self._make_env],
-                    self._service(),
-                    collector_class=ActorCollector,
+                    cast(Any, self._service()),
+                    collector_class=cast(Any, ActorCollector),
                     collector_kwargs=dict(self._arguments),
                     remote_configs={"scheduling_strategy": "SPREAD", "max_restarts": 0, **self._options},
                     num_collectors=1,

@@ -22,6 +22,7 @@ Why not TorchRL's ``RayTransport``: it needs two queue actors per client, its se
 from __future__ import annotations
 
 import asyncio
+import copy
 import logging
 import threading
 import time
@@ -59,6 +60,8 @@ log = logging.getLogger(__name__)
 
 #: Versions of a tenant that a replica keeps: those of its rollouts and of an evaluation, and one on the way.
 KEPT_VERSIONS = 3
+#: Seconds that a client waits for an answer: when all replicas are lost, one of them must load its backbone again.
+ANSWER_TIMEOUT_S = 600.0
 #: Seconds between two looks for a replica when none answers.
 RETRY_S = 0.1
 
@@ -208,16 +211,11 @@ class InferenceReplica:
         with self._building:
             if tenant not in self._templates:
                 self._templates[tenant] = build_head(spec.config, spec.schema, self.policies.backbone, seed=0)
-            head, normalizer = self._copy(tenant), Normalizer(spec.schema)
+            head, normalizer = copy.deepcopy(self._templates[tenant]), Normalizer(spec.schema)
         for prefix, module in {"head": head, "normalizer": normalizer}.items():
             module.load_state_dict(_part(tensors, prefix))
             module.requires_grad_(False).eval().to(self.policies.backbone.device)
         self.policies.hold(tenant, version, head, normalizer, spec.schema, digest)
-
-    def _copy(self, tenant: str) -> ActionHead:
-        import copy
-
-        return copy.deepcopy(self._templates[tenant])
 
 
 def _part(tensors: dict[str, torch.Tensor], prefix: str) -> dict[str, torch.Tensor]:
@@ -268,7 +266,9 @@ class Replicas:
         self, tenant: str, *, sample: bool, version: int | None = None, generator: torch.Generator | None = None
     ) -> TenantPolicyClient:
         """As :meth:`TenantInferenceServer.client`."""
-        return TenantPolicyClient(cast(Any, self), tenant, sample=sample, version=version, generator=generator)
+        return TenantPolicyClient(
+            cast(Any, self), tenant, sample=sample, version=version, generator=generator, timeout_s=ANSWER_TIMEOUT_S
+        )
 
     def hold(self, weights: Weights) -> None:
         """What is asked for from now on."""
@@ -394,7 +394,7 @@ class Fleet:
         specs = {name: slot.spec for name, slot in slots.items()}
         use_gpu = settings.num_gpus_per_replica > 0
         threads = config.placement.torch_threads
-        self.actors = [
+        self.actors: list[Any] = [
             ray.remote(InferenceReplica)
             .options(**options)
             .remote(config.backbone, fingerprint, specs, config.queues.inference, threads, use_gpu)
