@@ -274,7 +274,9 @@ class RayConfig:
     num_cpus_per_simulator: float = 1.0  # of every simulator process; what is not free is waited for
     num_gpus_per_simulator: float = 0.0
     max_restarts: int = 2  # of one rollout or evaluation that loses a simulator or a machine; then: quarantine
-    inference_replicas: int = 0  # backbone copies that answer rollouts; 0: this process answers and collects itself
+    inference_replicas: int = (
+        0  # of each rank: backbone copies that answer its rollouts; 0: it does so itself
+    )
     num_cpus_per_replica: float = 1.0
     num_gpus_per_replica: float = 0.0
     num_cpus_per_collector: float = 1.0  # of the process that collects a tenant's rollouts, with replicas

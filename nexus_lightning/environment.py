@@ -190,7 +190,7 @@ class SimulatorEnv(EnvBase):
         #: Processes replaced so far, and who is told of each: ``(index, reason)``.
         self.recycled = 0
         self.on_recycle: Callable[[int, str], object] = lambda index, reason: None
-        #: Told why a rollout or an evaluation is begun again on fresh simulators (on a cluster machines go).
+        #: Told why a rollout or an evaluation is begun again (on a cluster machines go).
         self.on_lost: Callable[[str], object] = lambda reason: None
         #: Episodes ``(task, seed)`` of which a frame is kept at the reset and each chunk end, see :meth:`pop_frames`.
         self.record: Collection[tuple[int, int]] = ()

@@ -103,9 +103,6 @@ class Runtime:
             timeout_s=config.queues.inference.timeout_s,
             on_batch=self._on_batch,
         )
-        self.fleet: Fleet | None = None  # replicas of the inference server, which then answer in its place
-        if config.placement.ray is not None and config.placement.ray.inference_replicas:
-            self.fleet = Fleet(config, slots, self.served, self.fingerprint)
         self.replica_summary: list[dict[str, Any]] = []
         self._make_env: dict[str, Callable[[], SimulatorEnv]] = {}
         self.status = RunStatus(
@@ -121,6 +118,10 @@ class Runtime:
         rl = {name: slot for name, slot in slots.items() if slot.spec.config.task == "rl"}
         self.reuse = {name: plan_reuse(slot, backbone, budget) for name, slot in rl.items()}
         self.shares = {name: self._share(name) for name in slots}
+        self.fleet: Fleet | None = None  # replicas of the inference server, which then answer in its place
+        ray = config.placement.ray
+        if ray is not None and ray.inference_replicas and any(self._has_simulators(slot) for slot in slots.values()):
+            self.fleet = Fleet(config, slots, self.served, self.fingerprint)
         self.max_restarts = 0 if config.placement.ray is None else config.placement.ray.max_restarts
         self.producers: list[Producer] = []
         self.evaluators: dict[str, Evaluator] = {}
@@ -255,11 +256,18 @@ class Runtime:
         )
         return reader
 
+    def _has_simulators(self, slot: TenantSlot) -> bool:
+        """Whether this rank runs rollouts or evaluations of the tenant."""
+        config = slot.spec.config
+        wanted = config.environment is not None and (config.task == "rl" or config.eval.episodes > 0)
+        return wanted and self.shares[slot.name].index is not None
+
     def _environment(self, slot: TenantSlot) -> SimulatorEnv | None:
         config = slot.spec.config
         share = self.shares[slot.name]
-        if config.environment is None or (config.task != "rl" and not config.eval.episodes) or share.index is None:
+        if not self._has_simulators(slot):
             return None
+        assert config.environment is not None
         first, end = share.block(config.environment.num_envs) if config.task == "rl" else (0, config.eval.num_envs)
         make = self._make_env[slot.name] = partial(
             make_env,
@@ -689,8 +697,8 @@ class Runtime:
         self.events.span("inference", tenants, start_s + offset, end_s + offset, kind=f"encode{encodes}")
 
     def _on_lost(self, tenant: str, reason: str) -> None:
-        self.events.point("simulators_rebuilt", tenant, reason=reason)
-        log.warning("tenant %s: begins again on fresh simulators: %s", tenant, reason)
+        self.events.point("begun_again", tenant, reason=reason)
+        log.warning("tenant %s: begins again what a simulator or machine was lost in: %s", tenant, reason)
 
     def _on_rollout(self, tenant: str, job: Job, metrics: dict[str, float], start_s: float, end_s: float) -> None:
         self.events.span("environment", {tenant: job.sample_count}, start_s, end_s, kind="rollout")

@@ -6,6 +6,7 @@ import asyncio
 import importlib.util
 import json
 import socket
+import time
 from functools import partial
 from pathlib import Path
 
@@ -151,6 +152,13 @@ def test_auto_is_what_the_user_set(compose, monkeypatch):
 
 
 @needs_ray
+def test_a_cluster_without_use_is_refused(compose):
+    config = make_config(compose, "placement=ray", "placement.ray.address=h:1", "tenants.a.environment.inline=true")
+    with pytest.raises(ConfigError, match="nothing would run on the cluster"):
+        train(config, FakeBackbone())
+
+
+@needs_ray
 def test_a_cluster_that_is_not_there(compose, tmp_path):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -183,10 +191,10 @@ def driver(compose, ray_overrides):
 
 
 def test_simulators_on_two_nodes_give_what_inline_ones_give(cluster, driver):
-    env, local = make_env(3, max_memory_gb=0.001), make_env(3, worker=None, inline=True)
+    env, local = make_env(2, max_memory_gb=0.001), make_env(2, worker=None, inline=True)
     assert all(torch.equal(a, b) for a, b in zip(play(env, 2), play(local, 2), strict=True))
     assert len({where(worker) for worker in env._workers}) == 2
-    assert env.recycled == 3  # every episode had simulators of its own
+    assert env.recycled == 2  # every episode had simulators of its own
     env.close()
     assert env.is_closed and not any(env._workers)
 
@@ -211,13 +219,16 @@ def test_simulators_of_a_lost_node_are_rebuilt_on_another(cluster, driver):
     from ray_cluster import add_node
 
     third = add_node(cluster, 1, "third")
-    lost = make_env(1, worker=partial(RaySimulator, num_cpus=0.5, resources={"third": 0.1}))
+    on_third = partial(RaySimulator, num_cpus=0.5, resources={"third": 0.1})
+    lost = make_env(1, worker=on_third, simulator={"horizon": 10**6})
     kept = make_env(1)
     lost.reset(), kept.reset()
     node = where(lost._workers[0])
     cluster.remove_node(third, allow_graceful=False)
     with pytest.raises(SimulatorDied, match="tenant 't'"):
-        lost.step(lost.fake_tensordict().zero_())
+        for _ in range(300):  # its workers end a moment after the node's own processes
+            lost.step(lost.fake_tensordict().zero_())
+            time.sleep(0.1)
     lost._kind = RaySimulator
     lost.reset()
     assert where(lost._workers[0]) != node
@@ -300,12 +311,13 @@ def test_a_run_on_the_cluster_trains_the_same_bits(compose, ray_overrides, tmp_p
     config = make_config(compose, *ray_overrides, "placement.ray.max_restarts=1", tenants=("a", "b"))
     config.tenants["a"].environment.simulator["crash_once"] = str(tmp_path / "crashed")
     config.tenants["b"].environment.simulator["crash_at"] = 2
+    config.tenants["b"].environment.num_envs = 1
     remote = train(config, FakeBackbone())
     assert (tmp_path / "crashed").exists()
     same_run(local, remote, "a")
     assert remote["tenants"]["b"]["quarantined"].startswith("SimulatorDied: tenant 'b': simulator")
     events = [json.loads(line) for line in (Path(remote["run_dir"]) / "events.jsonl").read_text().splitlines()]
-    assert [e["tenant"] for e in events if e.get("kind") == "simulators_rebuilt"].count("a") == 1
+    assert [e["tenant"] for e in events if e.get("kind") == "begun_again"].count("a") == 1
 
 
 @pytest.mark.slow
@@ -339,4 +351,4 @@ def test_replicas_and_collectors_on_the_cluster_train_the_same_bits(compose, clu
     assert remote["inference"] == {}  # nothing was answered here
     assert sum("a" in replica for replica in remote["inference_replicas"]) == 1
     events = [json.loads(line) for line in (Path(remote["run_dir"]) / "events.jsonl").read_text().splitlines()]
-    assert "a" in [e["tenant"] for e in events if e.get("kind") == "simulators_rebuilt"]
+    assert "a" in [e["tenant"] for e in events if e.get("kind") == "begun_again"]

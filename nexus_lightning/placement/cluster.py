@@ -36,8 +36,8 @@ def connected(config: NexusConfig, plan: Plan) -> Iterator[None]:
     A connection that is there already (a preparation run inside a run, a caller's own) is used and left as it is.
 
     Raises:
-        ConfigError: the cluster cannot be reached, is another one than this process is connected to, or has too few
-            resources free.
+        ConfigError: nothing of the run belongs there, or the cluster cannot be reached, is another one than this
+            process is connected to, or has too few resources free.
     """
     wanted = config.placement.ray
     if wanted is None:
@@ -48,6 +48,13 @@ def connected(config: NexusConfig, plan: Plan) -> Iterator[None]:
     address = os.environ["RAY_ADDRESS"] if wanted.address == "auto" else wanted.address
     ours = not ray.is_initialized()
     if ours:
+        if not bundles(config, plan):
+            raise ConfigError(
+                [
+                    "placement.ray: nothing would run on the cluster; set tenants.<name>.environment.inline=false for "
+                    "simulators there, or placement.ray.inference_replicas, or use another placement"
+                ]
+            )
         _connect(address)
     try:
         joined = ray.get_runtime_context().gcs_address
@@ -115,7 +122,7 @@ def bundles(config: NexusConfig, plan: Plan) -> list[tuple[str, int, dict[str, f
         if not environment.inline:
             simulators += len(ranks) if use_batched(environment, ray) else sum(plan.simulators[name])
     wanted = [("simulator", simulators, _resources(ray.num_cpus_per_simulator, ray.num_gpus_per_simulator))]
-    if ray.inference_replicas:
+    if ray.inference_replicas and collectors:
         replicas = ray.inference_replicas * plan.world_size
         wanted.append(("replica", replicas, _resources(ray.num_cpus_per_replica, ray.num_gpus_per_replica)))
         wanted.append(("collector", collectors, _resources(ray.num_cpus_per_collector, 0)))

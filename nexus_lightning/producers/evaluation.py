@@ -157,7 +157,7 @@ def run_episodes(
     stopping: Callable[[], bool] = lambda: False,
     max_restarts: int = 0,
 ) -> Evaluated:
-    """:func:`evaluate_policy`, all over again with fresh simulators when one has died, ``max_restarts`` times."""
+    """:func:`evaluate_policy`, all over again when a simulator has died, ``max_restarts`` times."""
     for restarts in itertools.count():
         env.record = record
         try:
@@ -165,8 +165,7 @@ def run_episodes(
         except SimulatorDied as error:
             if restarts == max_restarts:
                 raise
-            env.on_lost(str(error))
-            env.close()
+            env.on_lost(str(error))  # the next reset puts fresh ones in the place of those that are gone
         finally:
             policy.rest()
             env.record = ()

@@ -117,8 +117,7 @@ class TenantCollector(Collector):
             except SimulatorDied as error:
                 if restarts == self.max_restarts:
                     raise
-                self.simulators.on_lost(str(error))
-                self.simulators.close()
+                self.simulators.on_lost(str(error))  # the next reset puts fresh ones in place of those that are gone
                 self.client.take_features()
             finally:
                 self.client.rest()  # what comes next may be a wait for the actor

@@ -118,6 +118,7 @@ class ReplicaPolicies(ServedPolicies):
                 del self._used[key]
                 policies.versions[key[1]].pins -= 1
             policies.drop_unused()
+            policies.spare = None  # heads are taken over here, not copied into
 
     def acquire(self, tenant: str, version: int | None = None) -> Served:
         served = super().acquire(tenant, version)
