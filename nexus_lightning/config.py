@@ -13,6 +13,7 @@ import importlib.util
 import inspect
 import json
 import math
+import os
 import re
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, is_dataclass
@@ -269,6 +270,20 @@ class InferencePlacement:
 
 
 @dataclass
+class RayConfig:
+    """Simulators, and with replicas also rollouts and inference, on a Ray cluster; see placement/cluster.py."""
+
+    address: str = MISSING  # host:port of the cluster's head | auto: what the variable RAY_ADDRESS names
+    num_cpus_per_simulator: float = 1.0  # of every simulator process; what is not free is waited for
+    num_gpus_per_simulator: float = 0.0
+    max_restarts: int = 2  # of one rollout or evaluation that loses a simulator or a machine; then: quarantine
+    inference_replicas: int = 0  # of each rank: backbone copies that answer its rollouts; 0: it does so itself
+    num_cpus_per_replica: float = 1.0
+    num_gpus_per_replica: float = 0.0
+    num_cpus_per_collector: float = 1.0  # of the process that collects a tenant's rollouts, with replicas
+
+
+@dataclass
 class PlacementConfig:
     """Who lives where; :func:`nexus_lightning.placement.plan.resolve` turns it into a plan for the ranks there are.
 
@@ -286,6 +301,7 @@ class PlacementConfig:
         default_factory=dict
     )  # tenant -> ranks of its simulators; else as many as fit
     max_simulators_per_rank: int | None = None  # more are refused
+    ray: RayConfig | None = None  # null: simulators are processes of this machine
 
 
 @dataclass
@@ -524,6 +540,43 @@ def _placement_problems(config: NexusConfig) -> list[str]:
             problems.append(f"{where}: this tenant has no simulators")
         if not ranks or len(set(ranks)) < len(ranks) or min(ranks) < 0:
             problems.append(f"{where}: give different ranks, counted from 0")
+    return problems if placement.ray is None else problems + _ray_problems(config, placement.ray)
+
+
+def _ray_problems(config: NexusConfig, ray: RayConfig) -> list[str]:
+    """What is wrong before the cluster is asked; :mod:`nexus_lightning.placement.cluster` checks the rest."""
+    problems = []
+    if importlib.util.find_spec("ray") is None:
+        problems.append("placement.ray: package ray is missing; pip install 'nexus-lightning[ray]'")
+    if ray.address == "auto":
+        if not os.environ.get("RAY_ADDRESS"):
+            problems.append(
+                "placement.ray.address=auto: would attach to any cluster that runs on this machine; name the cluster "
+                "as host:port, or in the variable RAY_ADDRESS"
+            )
+    elif not re.fullmatch(r"[^:/\s]+:\d+", ray.address):
+        problems.append(
+            f"placement.ray.address={ray.address}: give host:port of the cluster's head, such as 10.0.0.1:6379 (this "
+            "machine must have joined the cluster with ray start)"
+        )
+    for name in ("simulator", "replica", "collector"):
+        if getattr(ray, f"num_cpus_per_{name}") <= 0:
+            value = getattr(ray, f"num_cpus_per_{name}")
+            problems.append(f"placement.ray.num_cpus_per_{name}={value}: must be positive")
+    for name in ("num_gpus_per_simulator", "num_gpus_per_replica", "max_restarts", "inference_replicas"):
+        if getattr(ray, name) < 0:
+            problems.append(f"placement.ray.{name}={getattr(ray, name)}: must be at least 0")
+    if ray.inference_replicas and config.placement.precision not in ("32-true", "bf16-mixed"):
+        problems.append(
+            f"placement.precision={config.placement.precision}: changes the dtype of backbone and heads in this "
+            "process only, not in replicas; use 32-true, or placement.ray.inference_replicas=0"
+        )
+    for name, tenant in config.tenants.items():
+        if tenant.environment is not None and tenant.environment.batched is True and not ray.num_gpus_per_simulator:
+            problems.append(
+                f"tenants.{name}.environment.batched=true: needs a GPU on the cluster; set "
+                "placement.ray.num_gpus_per_simulator=1"
+            )
     return problems
 
 

@@ -6,6 +6,7 @@ import copy
 from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
@@ -20,6 +21,7 @@ from nexus_lightning.simulator import (
     BatchedHost,
     ChunkResult,
     InlineSimulator,
+    RaySimulator,
     Simulator,
     SimulatorDied,
     SimulatorError,
@@ -33,7 +35,7 @@ from nexus_lightning.simulator import (
 )
 
 if TYPE_CHECKING:
-    from nexus_lightning.config import EnvironmentConfig
+    from nexus_lightning.config import EnvironmentConfig, RayConfig
 
 __all__ = [
     "ChunkResult",
@@ -46,6 +48,9 @@ __all__ = [
     "execute_chunk",
     "make_env",
 ]
+
+
+Worker = InlineSimulator | SimulatorProcess | RaySimulator
 
 
 @dataclass
@@ -139,6 +144,8 @@ class SimulatorEnv(EnvBase):
         max_memory_gb: of a process, None for no limit.
         start_timeout_s: time for starting a process and its first reset.
         step_timeout_s: time for each later reset or chunk.
+        worker: what a simulator runs in, called with ``(config, tenant, index, host)``; None: a process of this
+            machine, or nothing when ``inline``.
 
     Example:
         >>> from nexus_lightning.schema import Normalizer, TenantSchema
@@ -166,6 +173,7 @@ class SimulatorEnv(EnvBase):
         max_memory_gb: float | None = None,
         start_timeout_s: float = 600.0,
         step_timeout_s: float = 120.0,
+        worker: Callable[..., Worker] | None = None,
     ) -> None:
         if "_target_" not in simulator:
             raise ValueError(f"tenant {tenant!r}: simulator has no _target_: name the class, got {dict(simulator)}")
@@ -184,13 +192,15 @@ class SimulatorEnv(EnvBase):
         #: Processes replaced so far, and who is told of each: ``(index, reason)``.
         self.recycled = 0
         self.on_recycle: Callable[[int, str], object] = lambda index, reason: None
+        #: Told why a rollout or an evaluation is begun again (on a cluster machines go).
+        self.on_lost: Callable[[str], object] = lambda reason: None
         #: Episodes ``(task, seed)`` of which a frame is kept at the reset and each chunk end, see :meth:`pop_frames`.
         self.record: Collection[tuple[int, int]] = ()
         self.start_timeout_s = start_timeout_s
         self.step_timeout_s = step_timeout_s
         self.group_size, self.first_env = group_size, first_env
         self.all_envs = num_envs if all_envs is None else all_envs
-        self._kind = InlineSimulator if inline else SimulatorProcess
+        self._kind: Callable[..., Worker] = InlineSimulator if inline else worker or SimulatorProcess
         self._host: type = SimulatorHost
         self._rows_per_worker = 1
         if batched:
@@ -203,7 +213,7 @@ class SimulatorEnv(EnvBase):
             self.simulators = [{**self.simulators[0], "_target_": target, "num_envs": num_envs}]
             self._host, self._rows_per_worker = BatchedHost, num_envs
         workers = num_envs // self._rows_per_worker
-        self._workers: list[InlineSimulator | SimulatorProcess | None] = [None] * workers
+        self._workers: list[Worker | None] = [None] * workers
         self._resets = [0] * workers  # of each worker that runs
         self._episodes = [_Episode() for _ in range(num_envs)]
         self._fixed: list[tuple[int, int]] | None = None
@@ -379,7 +389,9 @@ class SimulatorEnv(EnvBase):
         """Close the processes that have lasted long enough, if none of their rows is in the middle of an episode."""
         for w, worker in enumerate(self._workers):
             own = range(w * self._rows_per_worker, (w + 1) * self._rows_per_worker)
-            if not isinstance(worker, SimulatorProcess) or not worker.alive or not any(i in rows for i in own):
+            if worker is None or isinstance(worker, InlineSimulator) or not worker.alive:
+                continue
+            if not any(i in rows for i in own):
                 continue
             if any(i not in rows and not (self._episodes[i].done or self._episodes[i].exhausted) for i in own):
                 continue
@@ -403,7 +415,7 @@ class SimulatorEnv(EnvBase):
         failures: list[Exception] = []
         answers: dict[int, dict[str, Any]] = {}
         fresh: set[int] = set()
-        sent: list[tuple[int, InlineSimulator | SimulatorProcess]] = []
+        sent: list[tuple[int, Worker]] = []
         for w, rows in by_worker.items():
             worker = self._workers[w]
             try:
@@ -500,9 +512,11 @@ class SimulatorEnv(EnvBase):
         )
 
 
-def use_batched(environment: EnvironmentConfig) -> bool:
-    """Whether all simulators go into one process: ``auto`` says so where the class can, CUDA is there, and the tenant
-    has one task. ``true`` without one of these is refused with the configuration."""
+def use_batched(environment: EnvironmentConfig, ray: RayConfig | None = None) -> bool:
+    """Whether all simulators go into one process: ``auto`` says so where the class can, CUDA is there (and reserved on
+    Ray), and the tenant has one task. ``true`` without one of these is refused with the configuration."""
+    if ray is not None and not ray.num_gpus_per_simulator:
+        return False
     if environment.batched != "auto":
         return bool(environment.batched)
     able = getattr(simulator_class(environment.simulator), "batched", None) is not None
@@ -510,9 +524,18 @@ def use_batched(environment: EnvironmentConfig) -> bool:
 
 
 def make_env(
-    environment: EnvironmentConfig, schema: TenantSchema, normalizer: Normalizer, num_envs: int, **kwargs: Any
+    environment: EnvironmentConfig,
+    schema: TenantSchema,
+    normalizer: Normalizer,
+    num_envs: int,
+    ray: RayConfig | None = None,
+    **kwargs: Any,
 ) -> SimulatorEnv:
-    """:class:`SimulatorEnv` as a tenant's configuration says."""
+    """:class:`SimulatorEnv` as a tenant's configuration says; with ``ray`` its simulators are on that cluster."""
+    worker = None
+    if ray is not None:
+        cpus, gpus = ray.num_cpus_per_simulator, ray.num_gpus_per_simulator
+        worker = partial(RaySimulator, num_cpus=cpus, num_gpus=gpus)
     return SimulatorEnv(
         environment.simulator,
         schema,
@@ -520,9 +543,10 @@ def make_env(
         num_envs=num_envs,
         inline=environment.inline,
         tasks=environment.tasks,
-        batched=use_batched(environment),
+        batched=use_batched(environment, ray),
         max_resets=environment.max_resets,
         max_memory_gb=environment.max_memory_gb,
+        worker=worker,
         **kwargs,
     )
 

@@ -55,7 +55,7 @@ def evaluate(
     served = ServedPolicies(policy.backbone)
     served.publish(slot.name, slot.policy_version, slot.serving_head, slot.normalizer, policy.schema)
     env = make_env(environment, policy.schema, slot.normalizer, num_envs=min(num_envs, len(asked)), tenant=slot.name)
-    env.record = filmed(asked) if video is not None else ()
+    record = env.record = filmed(asked) if video is not None else []
     try:
         server = TenantInferenceServer(served)
         with server:
@@ -63,7 +63,7 @@ def evaluate(
             episodes = evaluate_policy(env, client, asked, progress=progress)
         assert episodes is not None
         if video is not None:
-            save_recorded(env, asked, episodes, video)
+            save_recorded(env.pop_frames(), record, asked, episodes, video, policy.schema)
     finally:
         env.close()
     return summarise(slot.name, slot.policy_version, episodes)

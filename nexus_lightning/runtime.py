@@ -11,6 +11,7 @@ import traceback
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -49,12 +50,14 @@ from nexus_lightning.producers.rollouts import AbsentRolloutProducer, RolloutPro
 from nexus_lightning.queues.inference import ServedPolicies, TenantInferenceServer
 from nexus_lightning.queues.jobs import Job, JobState, LeaseLost, Scheduler
 from nexus_lightning.queues.journal import Journal
+from nexus_lightning.queues.replicas import Fleet
 from nexus_lightning.queues.training import TrainingQueue
 from nexus_lightning.schema import NormalizationStats, Normalizer
 from nexus_lightning.tenant import TenantSlot, derive_seed
 
 if TYPE_CHECKING:
     from nexus_lightning.module import MultiTenantModule
+    from nexus_lightning.producers.remote import RemoteCollector
 
 log = logging.getLogger(__name__)
 
@@ -114,6 +117,8 @@ class Runtime:
             static_batch_size=config.queues.inference.static_batch_size,
             on_batch=self._on_batch,
         )
+        self.replica_summary: list[dict[str, Any]] = []
+        self._make_env: dict[str, Callable[[], SimulatorEnv]] = {}
         self.status = RunStatus()
         store = config.feature_store
         folder = Path(store.folder) if store.folder is not None else Path(config.data_dir) / "features"
@@ -121,6 +126,8 @@ class Runtime:
         self.passes: dict[str, PassCounter] = {}
         self.reuse: dict[str, ReusePlan] = {}
         self.shares: dict[str, Share] = {}
+        self.fleet: Fleet | None = None  # replicas of the inference server, which then answer in its place
+        self.max_restarts = 0 if config.placement.ray is None else config.placement.ray.max_restarts
         self.producers: list[Producer] = []
         self.evaluators: dict[str, Evaluator] = {}
         self.readers: dict[str, DemonstrationReader] = {}
@@ -151,6 +158,9 @@ class Runtime:
         self.membership = Membership(self)
         for slot in slots.values():
             self._enter(slot)
+        ray = config.placement.ray
+        if ray is not None and ray.inference_replicas and any(self._has_simulators(slot) for slot in slots.values()):
+            self.fleet = Fleet(config, slots, self.served, self.fingerprint)
 
     def _enter(self, slot: TenantSlot) -> None:
         """What is kept of a tenant besides its slot, fresh."""
@@ -172,6 +182,8 @@ class Runtime:
             self.scheduler.load_state_dict(self._restored_scheduler)
         self.served.backbone = self._serving_backbone()
         self.server.start()
+        if self.fleet is not None:
+            self.fleet.wait_ready()
         for slot in self.slots.values():
             self.publish(slot)
             if slot.quarantined is not None:
@@ -209,7 +221,8 @@ class Runtime:
         config = slot.spec.config
         producers: list[Producer] = []
         env = self._environment(slot)
-        evaluator = None if env is None or not config.eval.episodes else self._evaluator(slot, env)
+        remote = self._remote(slot, env)
+        evaluator = None if env is None or not config.eval.episodes else self._evaluator(slot, env, remote)
         share = self.shares[slot.name]
         if config.task == "rl" and share.index is None:
             if config.dataset is not None:  # demonstrations are divided over all ranks
@@ -237,6 +250,8 @@ class Runtime:
                     self.passes[slot.name],
                     share,
                     reader if config.features.warm_up else None,
+                    self.max_restarts,
+                    remote,
                 )
             )
             return producers
@@ -290,29 +305,66 @@ class Runtime:
             config.algorithm if config.task == "offline_rl" else None,
         )
 
+    def _has_simulators(self, slot: TenantSlot) -> bool:
+        """Whether this rank runs rollouts or evaluations of the tenant."""
+        config = slot.spec.config
+        wanted = config.environment is not None and (config.task == "rl" or config.eval.episodes > 0)
+        return wanted and self.shares[slot.name].index is not None
+
     def _environment(self, slot: TenantSlot) -> SimulatorEnv | None:
         config = slot.spec.config
         share = self.shares[slot.name]
-        if config.environment is None or (config.task != "rl" and not config.eval.episodes) or share.index is None:
+        if not self._has_simulators(slot):
             return None
+        assert config.environment is not None
         first, end = share.block(config.environment.num_envs) if config.task == "rl" else (0, config.eval.num_envs)
-        env = make_env(
+        make = self._make_env[slot.name] = partial(
+            make_env,
             config.environment,
             slot.spec.schema,
             slot.normalizer,
             num_envs=end - first,
+            ray=self.config.placement.ray,
             first_env=first,
             all_envs=config.environment.num_envs if config.task == "rl" else None,
             seed=derive_seed(slot.spec.seed, "environment") % 2**31,
             tenant=slot.name,
             group_size=1 if config.algorithm is None else config.algorithm.group_size or 1,
         )
+        env = make()
         env.on_recycle = lambda index, reason: self.events.point(
             "simulator_recycled", slot.name, simulator=index, reason=reason, count=env.recycled
         )
+        env.on_lost = lambda reason: self._on_lost(slot.name, reason)
         return env
 
-    def _evaluator(self, slot: TenantSlot, env: SimulatorEnv) -> Evaluator:
+    def _remote(self, slot: TenantSlot, env: SimulatorEnv | None) -> RemoteCollector | None:
+        """The tenant's collector on the cluster, where there are replicas that answer it."""
+        if self.fleet is None or env is None:
+            return None
+        from nexus_lightning.producers.remote import RemoteCollector  # imports Ray
+
+        placement, fleet = self.config.placement, self.fleet
+        assert placement.ray is not None
+        return RemoteCollector(
+            slot.name,
+            self._make_env[slot.name],
+            lambda: fleet.service(slot.name),
+            lambda version: fleet.weights(slot.name, version),
+            {"num_cpus": placement.ray.num_cpus_per_collector},
+            {
+                "seed": slot.spec.seed,
+                "algorithm": slot.spec.config.algorithm,
+                "reuse": slot.spec.config.task == "rl" and self.reuse[slot.name].reuse,
+                "total_envs": env.num_envs * self.shares[slot.name].count,
+                "max_restarts": self.max_restarts,
+                "torch_threads": placement.torch_threads,
+            },
+            self.max_restarts,
+            lambda reason: self._on_lost(slot.name, reason),
+        )
+
+    def _evaluator(self, slot: TenantSlot, env: SimulatorEnv, remote: RemoteCollector | None) -> Evaluator:
         config = slot.spec.config.eval
         if self.config.trainer.fast_dev_run:
             episodes = [(0, config.first_seed)]
@@ -330,6 +382,8 @@ class Runtime:
             lambda start, end: self.events.span("environment", {slot.name: len(episodes)}, start, end, kind="eval"),
             self.events.now,
             self.run_dir / "videos" / f"{slot.name}.mp4" if video else None,
+            self.max_restarts,
+            remote,
         )
         self.evaluators[slot.name] = evaluator
         return evaluator
@@ -375,6 +429,9 @@ class Runtime:
             if producer.ident is not None:
                 producer.join(timeout=60)
         self.server.shutdown()
+        if self.fleet is not None:
+            self.replica_summary = self.fleet.summary()
+            self.fleet.close()
         if self.journal is not None:
             self.journal.close()
         self.events.close()
@@ -878,6 +935,10 @@ class Runtime:
     def _on_batch(self, tenants: dict[str, int], start_s: float, end_s: float, encodes: int) -> None:
         offset = self.events.now() - time.monotonic()
         self.events.span("inference", tenants, start_s + offset, end_s + offset, kind=f"encode{encodes}")
+
+    def _on_lost(self, tenant: str, reason: str) -> None:
+        self.events.point("begun_again", tenant, reason=reason)
+        log.warning("tenant %s: begins again what a simulator or machine was lost in: %s", tenant, reason)
 
     def _on_rollout(self, tenant: str, job: Job, metrics: dict[str, float], start_s: float, end_s: float) -> None:
         self.events.span("environment", {tenant: job.sample_count}, start_s, end_s, kind="rollout")

@@ -12,7 +12,7 @@ environment and re-exports the names below.
       receive(timeout_s) ◄──────────────────── pipe ───  {row: answer}, or the traceback of what went wrong
 
 A row is an env of the batch. A worker has one of them and a :class:`Simulator`, or all of them and a
-:class:`BatchedSimulator`.
+:class:`BatchedSimulator`. In place of a process with a pipe it may be a Ray actor (:class:`RaySimulator`).
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from __future__ import annotations
 import contextlib
 import multiprocessing
 import os
+import pickle
 import signal
 import sys
 import threading
@@ -514,14 +515,133 @@ class SimulatorProcess:
         return SimulatorDied(self.tenant, self.index, exit_code, reason)
 
 
-def prepare_worker_process() -> None:
-    """Settings of a process that runs a simulator: one thread each, no stdin, signals are for the parent."""
+class RaySimulator:
+    """A simulator in a Ray actor, on whichever machine of the cluster has room, behind the interface of
+    :class:`SimulatorProcess`.
+
+    Any failure (exception in the simulator, death of its process or machine, timeout) ends the actor; start a new one
+    to go on: Ray puts it on a machine that is left. A simulator that finds no room waits for it inside its first
+    command. This process must be connected to the cluster (:mod:`nexus_lightning.placement.cluster`), or be one of its
+    actors.
+
+    ``options`` are of the actor: ``num_cpus``, ``num_gpus``, ``resources`` ...
+    """
+
+    def __init__(
+        self,
+        config: dict[str, Any],
+        tenant: str,
+        index: int,
+        host: type[SimulatorHost] | type[BatchedHost] = SimulatorHost,
+        **options: Any,
+    ) -> None:
+        import ray  # here: a worker imports this module and may have no Ray
+
+        self.tenant, self.index = tenant, index
+        options = {"num_cpus": 1, "scheduling_strategy": "SPREAD", **options}
+        # A fresh simulator is in no episode: who asks must know, so Ray does not start one by itself.
+        self._actor: Any = ray.remote(SimulatorActor).options(**options, max_restarts=0).remote(config, host)
+        self._answer: Any = None
+        self.alive = True
+
+    @property
+    def memory_bytes(self) -> int:
+        """Resident memory of the actor's process now."""
+        return self._get(self._actor.memory_bytes.remote(), CLOSE_TIMEOUT_S)
+
+    def send(self, command: str, *arguments: Any) -> None:
+        """Sends one command; its answer is fetched by :meth:`receive`."""
+        if not self.alive:
+            raise SimulatorDied(self.tenant, self.index, None, "its Ray actor is closed")
+        self._answer = self._actor.answer.remote(command, arguments)
+
+    def receive(self, timeout_s: float) -> Any:
+        """The answer to the last command.
+
+        Raises:
+            SimulatorError: the simulator raised; its traceback is in the message.
+            SimulatorDied: the actor or its machine is gone, or did not answer within ``timeout_s`` seconds (it is
+                killed then).
+        """
+        status, answer = pickle.loads(self._get(self._answer, timeout_s))
+        if status == "error":
+            self.close()
+            raise SimulatorError(f"tenant {self.tenant!r}: simulator {self.index} raised\n{answer}")
+        return answer
+
+    def close(self) -> None:
+        """Lets the actor close its simulator, then ends it. Safe to call twice."""
+        import ray
+
+        if not self.alive:
+            return
+        self.alive = False
+        if ray.is_initialized():  # else the connection has been closed, which ended the actor
+            ray.wait([self._actor.close.remote()], timeout=CLOSE_TIMEOUT_S)
+            ray.kill(self._actor)
+
+    def _get(self, answer: Any, timeout_s: float) -> Any:
+        import ray
+        import ray.exceptions
+
+        try:
+            return ray.get(answer, timeout=timeout_s)
+        except ray.exceptions.GetTimeoutError:
+            # not built yet: it may never have found room
+            reason = f"no answer within {timeout_s:.0f} s; the cluster has {_free(ray.available_resources())} free"
+        except (ray.exceptions.RayActorError, ray.exceptions.ObjectLostError) as error:
+            reason = f"its Ray actor is gone: {' '.join(str(error).split())}"
+        self.alive = False
+        ray.kill(self._actor)
+        raise SimulatorDied(self.tenant, self.index, None, reason) from None
+
+
+class SimulatorActor:
+    """What runs in the actor of a :class:`RaySimulator`. The simulator is built by the first command."""
+
+    def __init__(self, config: dict[str, Any], host: type[SimulatorHost] | type[BatchedHost]) -> None:
+        _settle()
+        self._config, self._host_class = config, host
+        self._host: SimulatorHost | BatchedHost | None = None
+
+    def answer(self, command: str, arguments: tuple) -> bytes:
+        """``("ok", answer)`` or ``("error", traceback)``, pickled: arrays that Ray takes apart itself come out read
+        only, and keep its store filled."""
+        try:
+            if self._host is None:
+                self._host = self._host_class(self._config)
+                limit_torch_threads()
+            return pickle.dumps(("ok", getattr(self._host, command)(*arguments)), protocol=5)
+        except Exception:  # whatever it is, the other side raises it with this traceback
+            return pickle.dumps(("error", traceback.format_exc()))
+
+    def memory_bytes(self) -> int:
+        import psutil
+
+        return psutil.Process().memory_info().rss
+
+    def close(self) -> None:
+        if self._host is not None:
+            self._host.close()
+
+
+def _free(resources: Mapping[str, float]) -> str:
+    return ", ".join(f"{resources.get(name, 0):g} {name}" for name in ("CPU", "GPU"))
+
+
+def _settle() -> None:
+    """One thread, no stdin."""
     for name, value in WORKER_ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     # Some simulators ask questions on stdin at import or when an asset is missing: an end of file answers at once.
     null = os.open(os.devnull, os.O_RDONLY)
     os.dup2(null, 0)
     os.close(null)
+
+
+def prepare_worker_process() -> None:
+    """Settings of a process that runs a simulator: one thread each, no stdin, signals are for the parent."""
+    _settle()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     if sys.platform == "linux":
         _end_only_for(os.getppid())

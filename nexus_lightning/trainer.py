@@ -47,6 +47,7 @@ from nexus_lightning.monitoring.banner import banner
 from nexus_lightning.monitoring.loggers import close_loggers, logger_problems, make_loggers
 from nexus_lightning.monitoring.progress import NexusProgressBar
 from nexus_lightning.monitoring.report import summary_table, write_report, write_summary
+from nexus_lightning.placement.cluster import connected
 from nexus_lightning.placement.control import Ranks
 from nexus_lightning.placement.plan import Devices, Plan, common_devices, resolve
 from nexus_lightning.placement.sharding import rank_problems, sharding_problems
@@ -295,6 +296,13 @@ def _train(config: NexusConfig, backbone: Backbone | None, link_latest: bool, ra
     plan = resolve(config, devices, estimate(config, backbone) if ranks.size > 1 else None)
     if problems := [*rank_problems(config, plan), *sharding_problems(config, plan)]:
         raise ConfigError(problems)
+    with connected(config, plan):
+        return _run(config, backbone, link_latest, ranks, devices)
+
+
+def _run(
+    config: NexusConfig, backbone: Backbone | None, link_latest: bool, ranks: Ranks, devices: Devices
+) -> dict[str, Any]:
     run_dir, ckpt_path = ranks.on_first(lambda: prepare_run(config, link_latest))
     if config.placement.torch_threads is not None:
         torch.set_num_threads(config.placement.torch_threads)
@@ -544,7 +552,12 @@ def _banner(
             "reason": f"placement.accelerator={config.placement.accelerator}",
         },
         tenants=tenants,
-        placement={**plan.summary(), "torch threads": torch.get_num_threads(), "because": plan.reason},
+        placement={
+            **plan.summary(),
+            **_cluster_summary(config),
+            "torch threads": torch.get_num_threads(),
+            "because": plan.reason,
+        },
         queues={
             "inference batch": config.queues.inference.max_batch_size,
             "wait": f"{config.queues.inference.timeout_s * 1e3:g} ms",
@@ -556,6 +569,14 @@ def _banner(
         },
         resumed_from=None if ckpt_path is None else str(ckpt_path),
     )
+
+
+def _cluster_summary(config: NexusConfig) -> dict[str, str]:
+    ray = config.placement.ray
+    if ray is None:
+        return {}
+    replicas = f"{ray.inference_replicas} replicas there" if ray.inference_replicas else "answered here"
+    return {"simulators on Ray at": f"{ray.address}, {replicas}"}
 
 
 def _summary(runtime: Runtime, module: MultiTenantModule) -> dict[str, Any]:
@@ -601,5 +622,6 @@ def _summary(runtime: Runtime, module: MultiTenantModule) -> dict[str, Any]:
             name: counter.passes_per_observation for name, counter in runtime.passes.items()
         },
         "inference": runtime.server.summary(),
+        "inference_replicas": runtime.replica_summary,
     }
     return summary

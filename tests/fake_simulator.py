@@ -66,6 +66,26 @@ class FakeSimulator(Simulator):
         return np.full((8, 8, 3), self.steps, dtype=np.uint8)
 
 
+class SteadyFake(FakeSimulator):
+    """FAKE whose state does not tell in which process it runs. ``crash_once``: a file; without it, it is made and the
+    process ends in the middle of an episode."""
+
+    def __init__(self, crash_once=None, **kwargs):
+        super().__init__(**kwargs)
+        self.crash_once = crash_once
+
+    def step(self, action):
+        if self.crash_once is not None and self.steps == 2 and not os.path.exists(self.crash_once):
+            open(self.crash_once, "w").close()
+            os._exit(3)
+        return super().step(action)
+
+    def observe(self):
+        seen = super().observe()
+        seen["state"][3] = self.seed % 7
+        return seen
+
+
 class BatchedFake(BatchedSimulator):
     """FAKE. Rows of fake simulators; like a GPU it steps all of them, those whose episode is over too."""
 

@@ -183,9 +183,10 @@ def _count(features: VLAFeature, stats: EncodeStats) -> dict[str, list[int]]:
 def _cut_out(features: VLAFeature, spec: FeatureSpec, start: int, stop: int, ends: dict[str, list[int]]) -> VLAFeature:
     """What ``spec`` names of some rows, without the positions at the end that only longer mates fill (no copy)."""
     names = [segment.name for segment in spec.segments]
-    part = (features if list(features.tokens.keys()) == names else features.select(spec))[start:stop]
+    whole = features if list(features.tokens.keys()) == names else features.select(spec)
+    part = cast(VLAFeature, whole[start:stop])
     for name in names:
         length = max(ends[name][start:stop])
         if length < part.mask[name].shape[1]:
             part.tokens[name], part.mask[name] = part.tokens[name][:, :length], part.mask[name][:, :length]
-    return cast(VLAFeature, part)
+    return part

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -16,7 +17,12 @@ from tensordict.nn import TensorDictModuleBase
 from nexus_lightning.environment import SimulatorEnv
 from nexus_lightning.monitoring.stats import wilson_interval
 from nexus_lightning.producers.base import Producer
-from nexus_lightning.queues.inference import ServedPolicies, TenantInferenceServer
+from nexus_lightning.queues.inference import ServedPolicies, TenantInferenceServer, TenantPolicyClient
+from nexus_lightning.schema import TenantSchema
+from nexus_lightning.simulator import SimulatorDied
+
+if TYPE_CHECKING:
+    from nexus_lightning.producers.remote import RemoteCollector
 
 #: An episode to run: (index of the task, seed).
 Episode = tuple[int, int]
@@ -135,6 +141,38 @@ def evaluate_policy(
         env.set_episodes(None)
 
 
+@dataclass
+class Evaluated:
+    """What :func:`run_episodes` gives: as :func:`evaluate_policy`, and the frames of the recorded episodes."""
+
+    episodes: list[dict[str, Any]] | None
+    frames: dict[Episode, list[np.ndarray]]
+
+
+def run_episodes(
+    env: SimulatorEnv,
+    policy: TenantPolicyClient,
+    episodes: Sequence[Episode],
+    record: Sequence[Episode] = (),
+    stopping: Callable[[], bool] = lambda: False,
+    max_restarts: int = 0,
+) -> Evaluated:
+    """:func:`evaluate_policy`, all over again when a simulator has died, ``max_restarts`` times."""
+    for restarts in itertools.count():
+        env.record = record
+        try:
+            return Evaluated(evaluate_policy(env, policy, episodes, stopping), env.pop_frames())
+        except SimulatorDied as error:
+            if restarts == max_restarts:
+                raise
+            env.on_lost(str(error))  # the next reset puts fresh ones in the place of those that are gone
+        finally:
+            policy.rest()
+            env.record = ()
+            env.pop_frames()
+    raise AssertionError("counts without end")
+
+
 def summarise(tenant: str, version: int, episodes: list[dict[str, Any]]) -> EvalResult:
     """Headline numbers of a list of episodes, of all and of each task."""
     by_task: dict[str, list[dict[str, Any]]] = {}
@@ -226,18 +264,25 @@ def _framed(frames: list[np.ndarray], success: bool) -> list[np.ndarray]:
     return out
 
 
-def save_recorded(env: SimulatorEnv, asked: Sequence[Episode], episodes: list[dict[str, Any]], path: Path) -> None:
-    """The episodes that ``env`` was told to record, out of those ``asked`` for, as one video at the policy's rate."""
-    frames, successes = env.pop_frames(), {key: e["success"] for key, e in zip(asked, episodes, strict=True)}
-    schema = env.schema
-    save_grid({key: frames[key] for key in env.record}, successes, path, schema.control_hz / schema.execute)
+def save_recorded(
+    frames: Mapping[Episode, list[np.ndarray]],
+    record: Sequence[Episode],
+    asked: Sequence[Episode],
+    episodes: list[dict[str, Any]],
+    path: Path,
+    schema: TenantSchema,
+) -> None:
+    """The recorded episodes, out of those ``asked`` for, as one video at the policy's rate."""
+    successes = {key: e["success"] for key, e in zip(asked, episodes, strict=True)}
+    save_grid({key: frames[key] for key in record}, successes, path, schema.control_hz / schema.execute)
 
 
 class Evaluator:
     """Evaluates versions of one tenant on request; at most one waits (a newer one replaces it).
 
     :meth:`request` may be called from any thread; :meth:`run_pending` runs in the thread that owns the simulators and
-    hands tenant, version, episodes and video to ``on_result``.
+    hands tenant, version, episodes and video to ``on_result``. With ``remote`` the episodes run there, and ``env`` only
+    says what they are.
     """
 
     def __init__(
@@ -251,7 +296,10 @@ class Evaluator:
         on_span: Callable[[float, float], None],
         clock: Callable[[], float],
         video_path: Path | None,
+        max_restarts: int = 0,
+        remote: RemoteCollector | None = None,
     ) -> None:
+        self.max_restarts, self.remote = max_restarts, remote
         self.tenant, self.env, self.served, self.server = tenant, env, served, server
         self.episodes, self.on_result, self.on_span, self.clock = episodes, on_result, on_span, clock
         self.video_path = video_path
@@ -302,29 +350,29 @@ class Evaluator:
                 return
             (version, video), self._pending, self._running = self._pending, None, True
         try:
-            policy = self.server.client(self.tenant, sample=False, version=version)
-            video_path = self.video_path if video else None
+            video_path, record = self.video_path if video else None, []
             if video_path is not None:  # the first episode of each task: rendering all of them would take minutes
                 first = {task: (task, seed) for task, seed in reversed(self.episodes)}
-                self.env.record = filmed([first[task] for task in sorted(first)])
+                record = filmed([first[task] for task in sorted(first)])
             start = self.clock()
-            try:
-                episodes = evaluate_policy(self.env, policy, self.episodes, stopping)
-            finally:
-                policy.rest()
+            done = self._run(version, record, stopping)
             self.on_span(start, self.clock())
-            if episodes is None:
+            if done.episodes is None:
                 return
             if video_path is not None:
-                save_recorded(self.env, self.episodes, episodes, video_path)
-            self.on_result(self.tenant, version, episodes, video_path)
+                save_recorded(done.frames, record, self.episodes, done.episodes, video_path, self.env.schema)
+            self.on_result(self.tenant, version, done.episodes, video_path)
         finally:
-            self.env.record = ()
-            self.env.pop_frames()
             self.served.unpin(self.tenant, version)
             with self._changed:
                 self._running = False
                 self._changed.notify_all()
+
+    def _run(self, version: int, record: list[Episode], stopping: Callable[[], bool]) -> Evaluated:
+        if self.remote is not None:
+            return self.remote.evaluate(self.episodes, version, record)
+        policy = self.server.client(self.tenant, sample=False, version=version)
+        return run_episodes(self.env, policy, self.episodes, record, stopping, self.max_restarts)
 
 
 class EvaluationProducer(Producer):
@@ -339,9 +387,16 @@ class EvaluationProducer(Producer):
             if self.evaluator.wait_for_request(0.5):
                 self.evaluator.run_pending(self.stopping.is_set)
 
+    def stop(self) -> None:
+        super().stop()
+        if self.evaluator.remote is not None:
+            self.evaluator.remote.close()  # nothing else would end what it waits for
+
     def release(self) -> None:
         self.evaluator.abandon()
         self.evaluator.env.close()
+        if self.evaluator.remote is not None:
+            self.evaluator.remote.close()
 
 
 def result_dict(result: EvalResult) -> dict[str, Any]:

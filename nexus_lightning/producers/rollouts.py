@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import cast
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from tensordict import TensorDict
@@ -24,11 +26,15 @@ from nexus_lightning.objectives.policy_gradient import (
 from nexus_lightning.placement.shares import Share
 from nexus_lightning.producers.base import Producer
 from nexus_lightning.producers.demonstrations import DemonstrationReader
-from nexus_lightning.producers.evaluation import Evaluator
-from nexus_lightning.queues.inference import ServedPolicies, TenantInferenceServer
+from nexus_lightning.producers.evaluation import Episode, Evaluated, Evaluator, run_episodes
+from nexus_lightning.queues.inference import ServedPolicies, TenantInferenceServer, TenantPolicyClient
 from nexus_lightning.queues.jobs import Job, JobState, Scheduler
 from nexus_lightning.queues.training import TrainingQueue
+from nexus_lightning.simulator import SimulatorDied
 from nexus_lightning.tenant import TenantSlot, derive_seed
+
+if TYPE_CHECKING:
+    from nexus_lightning.producers.remote import RemoteCollector
 
 #: Columns of a partition that the advantage stage reads; of algorithms with a critic also the next ones.
 ADVANTAGE_FIELDS = (LOG_PROBS, EXECUTED, "reward", "done", "terminated", "episode_seed")
@@ -37,16 +43,135 @@ CRITIC_FIELDS = ("state_value", "bootstrap")
 EPISODES_PER_ROLLOUT = 100_000
 
 
+@dataclass
+class Rollout:
+    """What a rollout gives to training.
+
+    Attributes:
+        partition: the columns of a training job, rows ``[N * L]``: simulator 0's decisions, then simulator 1's ...
+        metrics: see :func:`rollout_metrics`.
+        observed: observations that it took, those after a cut included; each went through the backbone once.
+    """
+
+    partition: TensorDict
+    metrics: dict[str, float]
+    observed: int
+
+
+class TenantCollector(Collector):
+    """TorchRL's collector of one tenant: its simulators and its policy, asked for one rollout or evaluation at a time.
+
+    Every rollout starts from fresh resets and is a pure function of (tenant seed, rollout index, policy version); so a
+    rollout that loses a simulator is simply begun again, ``max_restarts`` times.
+
+    Args:
+        create_env_fn: the simulators, or a function that makes them.
+        policy: the tenant's client of the inference queue, sampling.
+        seed: the tenant's.
+        algorithm: the tenant's.
+        reuse: keep the features that the decisions were taken on in place of the images.
+        total_envs: of the tenant on all ranks.
+        max_restarts: of one rollout or evaluation.
+        **kwargs: of the base class.
+    """
+
+    def __init__(
+        self,
+        create_env_fn: SimulatorEnv | Callable[[], SimulatorEnv],
+        policy: TenantPolicyClient,
+        *,
+        seed: int,
+        algorithm: AlgorithmConfig | None,
+        reuse: bool,
+        total_envs: int,
+        max_restarts: int = 0,
+        **kwargs: Any,
+    ) -> None:
+        env = create_env_fn if isinstance(create_env_fn, SimulatorEnv) else create_env_fn()
+        self.simulators, self.client = env, policy
+        self.seed, self.algorithm, self.reuse, self.max_restarts = seed, algorithm, reuse, max_restarts
+        policy.noise_rows = (env.first_env, total_envs)
+        policy.record_features = reuse
+        chunks = 1 if algorithm is None else algorithm.chunks_per_job  # without an algorithm it only evaluates
+        assert chunks is not None, "validated with the config"
+        ours: dict[str, Any] = {
+            "frames_per_batch": env.num_envs * chunks,
+            "total_frames": -1,
+            "reset_at_each_iter": True,
+            "use_buffers": False,
+            "track_traj_ids": False,
+            "trust_policy": True,
+            "auto_register_policy_transforms": False,
+        }
+        super().__init__(env, policy, **{**kwargs, **ours})
+
+    def collect(self, index: int, version: int) -> Rollout:
+        """Rollout ``index`` with policy ``version``.
+
+        Raises:
+            SimulatorDied: a simulator was lost once more than ``max_restarts``.
+        """
+        for restarts in itertools.count():
+            try:
+                return self._collect(index, version)
+            except SimulatorDied as error:
+                if restarts == self.max_restarts:
+                    raise
+                self.simulators.on_lost(str(error))  # the next reset puts fresh ones in place of those that are gone
+                self.client.take_features()
+            finally:
+                self.client.rest()  # what comes next may be a wait for the actor
+        raise AssertionError("counts without end")
+
+    def evaluate(self, episodes: Sequence[Episode], version: int, record: Sequence[Episode]) -> Evaluated:
+        """Every episode once on the same simulators, with deterministic actions of policy ``version``."""
+        policy = self.client.server.client(self.client.tenant, sample=False, version=version)
+        return run_episodes(self.simulators, policy, episodes, record, max_restarts=self.max_restarts)
+
+    def _collect(self, index: int, version: int) -> Rollout:
+        client, env, algorithm = self.client, self.simulators, self.algorithm
+        assert algorithm is not None
+        client.version = version
+        client.generator.manual_seed(derive_seed(self.seed, "rollout", index))
+        env.episodes_started = [index * EPISODES_PER_ROLLOUT] * env.num_envs
+        # not iter(self), which closes the simulators for good at the first error
+        rollout = cast(TensorDict, next(self.iterator()))
+        assert bool((rollout["policy_version"] == version).all()), "a rollout mixed policy versions"
+        observed = rollout.numel()
+        partition = to_partition(rollout)
+        if algorithm.name != "grpo":
+            partition["bootstrap"], more = self._bootstrap_values(rollout)
+            observed += more
+        partition = partition.flatten()
+        if self.reuse:
+            decisions = client.take_features()
+            assert len(decisions) == rollout.shape[1], "the policy was asked for something else than the rollout"
+            features = concatenate_features(decisions)[in_row_order(decisions, env.num_envs)]
+            partition = with_features(partition, cast(VLAFeature, features))
+        return Rollout(partition, rollout_metrics(rollout), observed)
+
+    def _bootstrap_values(self, rollout: TensorDict) -> tuple[torch.Tensor, int]:
+        """The critic of the state after each decision where the rollout was cut there, else 0, ``[N, L, 1]``; and how
+        often it was asked."""
+        assert self.algorithm is not None
+        following = cast(TensorDict, rollout["next"])
+        values = torch.zeros_like(rollout["state_value"])
+        where = cut(following["done"], ended(following, self.algorithm)).squeeze(-1)
+        if bool(where.any()):
+            values[where] = self.client.value(following[where])
+        return values, int(where.sum())
+
+
 class RolloutProducer(Producer):
     """version -> reserve -> roll out -> advantages -> ready, several jobs ahead of the actor up to the bounds.
 
     With ``algorithm.proximal`` a job waits for the actor instead, which adds its own view of the rollout and then the
     advantages when the job's turn has come (:meth:`~nexus_lightning.runtime.Runtime.prepare_jobs`).
 
-    Every rollout starts from fresh resets and is a pure function of (tenant seed, rollout index, policy version): a
-    resumed run needs the index alone. With ``reuse`` the features that the decisions were taken on go into the
-    partition in place of the images. Evaluations of the tenant run on the same simulators between two rollouts. The
-    features of demonstrations that are mixed into the training (``warm_up``) are computed before the first one.
+    A rollout is a pure function of (tenant seed, rollout index, policy version), see :class:`TenantCollector`: a
+    resumed run needs the index alone. Evaluations of the tenant run on the same simulators between two rollouts. The
+    features of demonstrations that are mixed into the training (``warm_up``) are computed before the first one. With
+    ``remote`` the collector is elsewhere, and ``env`` only says how many simulators it has.
     """
 
     def __init__(
@@ -66,36 +191,26 @@ class RolloutProducer(Producer):
         passes: PassCounter,
         share: Share | None = None,
         warm_up: DemonstrationReader | None = None,
+        max_restarts: int = 0,
+        remote: RemoteCollector | None = None,
     ) -> None:
         super().__init__(slot.name, on_failure)
+        self.remote = remote
         algorithm = slot.spec.config.algorithm
         assert algorithm is not None
         self.slot, self.env, self.evaluator, self.algorithm = slot, env, evaluator, algorithm
-        self.served, self.server, self.scheduler, self.queue = served, server, scheduler, queue
+        self.served, self.scheduler, self.queue = served, scheduler, queue
         self.on_rollout, self.clock, self.lease_deadline_s = on_rollout, clock, lease_deadline_s
-        self.reuse, self.passes, self.warm_up = reuse, passes, warm_up
+        self.reuse, self.passes, self.warm_up, self.max_restarts = reuse, passes, warm_up, max_restarts
         self.share = Share() if share is None else share
         self.policy = server.client(slot.name, sample=True)
-        self.policy.noise_rows = (env.first_env, env.num_envs * self.share.count)
-        self.policy.record_features = reuse
 
     def produce(self) -> None:
         assert self.algorithm.chunks_per_job is not None, "validated with the config"
         if self.warm_up is not None and not self.warm_up.warm_up(self.stopping.is_set):
             return
         frames = self.env.num_envs * self.algorithm.chunks_per_job
-        collector = Collector(
-            self.env,
-            self.policy,
-            frames_per_batch=frames,
-            total_frames=-1,
-            reset_at_each_iter=True,
-            use_buffers=False,
-            track_traj_ids=False,
-            trust_policy=True,
-            auto_register_policy_transforms=False,
-        )
-        rollouts = iter(collector)
+        collector = self._collector()
         index = self.slot.cursor
         while not self.stopping.is_set():
             if self.evaluator is not None:
@@ -119,12 +234,10 @@ class RolloutProducer(Producer):
                     self.scheduler.wait_for_room(self.tenant, timeout_s=0.2)
                     continue
                 try:
-                    self._roll_out(job, index, version, rollouts)
+                    self._roll_out(job, index, version, collector)
                 except Exception as error:
                     self.scheduler.fail(job.job_id, f"{type(error).__name__}: {error}")
                     raise
-                finally:
-                    self.policy.rest()  # what comes next may be a wait for the actor
             finally:
                 self.served.unpin(self.tenant, version)
             index += 1
@@ -133,26 +246,33 @@ class RolloutProducer(Producer):
         if self.evaluator is not None:
             self.evaluator.abandon()
         self.env.close()
+        if self.remote is not None:
+            self.remote.close()
 
-    def _roll_out(self, job: Job, index: int, version: int, rollouts) -> None:
-        self.policy.version = version
-        self.policy.generator.manual_seed(derive_seed(self.slot.spec.seed, "rollout", index))
-        self.env.episodes_started = [index * EPISODES_PER_ROLLOUT] * self.env.num_envs
+    def stop(self) -> None:
+        super().stop()
+        if self.remote is not None:
+            self.remote.close()  # nothing else would end what it waits for
+
+    def _collector(self) -> TenantCollector | RemoteCollector:
+        if self.remote is not None:
+            return self.remote
+        return TenantCollector(
+            self.env,
+            self.policy,
+            seed=self.slot.spec.seed,
+            algorithm=self.algorithm,
+            reuse=self.reuse,
+            total_envs=self.env.num_envs * self.share.count,
+            max_restarts=self.max_restarts,
+        )
+
+    def _roll_out(self, job: Job, index: int, version: int, collector: TenantCollector | RemoteCollector) -> None:
         start = self.clock()
-        rollout = next(rollouts)
-        assert bool((rollout["policy_version"] == version).all()), "a rollout mixed policy versions"
-        self.on_rollout(self.tenant, job, rollout_metrics(rollout), start, self.clock())
-        self.passes.add(observed=rollout.numel(), encoded=rollout.numel())
-        partition = to_partition(rollout)
-        if self.algorithm.name != "grpo":
-            partition["bootstrap"] = self._bootstrap_values(rollout)
-        partition = partition.flatten()
-        if self.reuse:
-            decisions = self.policy.take_features()
-            assert len(decisions) == rollout.shape[1], "the policy was asked for something else than the rollout"
-            features = concatenate_features(decisions)[in_row_order(decisions, self.env.num_envs)]
-            partition = with_features(partition, cast(VLAFeature, features))
-        self.queue.put(job.partition_id, partition, tenant_id=self.tenant)
+        rollout = collector.collect(index, version)
+        self.on_rollout(self.tenant, job, rollout.metrics, start, self.clock())
+        self.passes.add(observed=rollout.observed, encoded=rollout.observed)
+        self.queue.put(job.partition_id, rollout.partition, tenant_id=self.tenant)
         if self.algorithm.proximal:  # the actor goes on, right before it trains the job
             self.scheduler.mark(job.job_id, JobState.NEEDS_ACTOR_FORWARD)
             return
@@ -160,17 +280,6 @@ class RolloutProducer(Producer):
         advantage_stage(
             self.scheduler, self.queue, self.slot, self.lease_deadline_s, self.env.num_envs, self.share.count == 1
         )
-
-    def _bootstrap_values(self, rollout: TensorDict) -> torch.Tensor:
-        """The critic of the state after each decision where the rollout was cut there, else 0; ``[N, L, 1]``."""
-        following = cast(TensorDict, rollout["next"])
-        values = torch.zeros_like(rollout["state_value"])
-        where = cut(following["done"], ended(following, self.algorithm)).squeeze(-1)
-        if bool(where.any()):
-            values[where] = self.policy.value(following[where])
-            count = int(where.sum())
-            self.passes.add(observed=count, encoded=count)
-        return values
 
 
 class AbsentRolloutProducer(Producer):
