@@ -14,7 +14,7 @@ import pytest
 from nexus_lightning.services import app as app_module
 from nexus_lightning.services.bodies import TOY_SCHEMA
 from nexus_lightning.services.codec import MSGPACK, SAFETENSORS, Message, decode, encode
-from nexus_lightning.services.errors import InvalidRequest, NexusError, error_from_json
+from nexus_lightning.services.errors import InvalidRequest, NexusError, NotReady, error_from_json
 
 SPEC = {"name": "arm", "schema": TOY_SCHEMA, "head": {"name": "mlp"}}
 BATCH = {"observation/state": np.zeros((2, 4), np.float32), "action": np.ones((2, 2, 2), np.float32)}
@@ -347,11 +347,22 @@ def test_a_restart_brings_back_what_it_can_and_says_what_it_cannot(serve):
     session = served.alice.post("/v1/environments/sessions", json={"environment": {"name": "toy"}}).json()["session_id"]
     half = "t" + "1" * 32
     served.service.store.add_tenant(half, served.service.store.owners()[1]["owner_id"], "half", SPEC)
+    gone = create(served.alice, "gone")
+    served.alice.post(f"/v1/tenants/{gone}/training/save")
+
+    def stopped(tenant_id):
+        raise NotReady("the server stops")
+
+    served.master.delete_tenant = stopped
+    assert served.alice.delete(f"/v1/tenants/{gone}").status_code == 503
+    assert served.alice.get(f"/v1/tenants/{gone}").status_code == 404, "it is not used again"
     tokens = served.tokens
     served.close()
 
     served = serve()
     served.tokens = tokens
+    assert ("delete", gone) in served.master.calls, "the deletion was ended"
+    assert gone not in [row["tenant_id"] for row in served.service.store.tenants()]
     alice = served.client("alice")
     again = alice.post(path, json=body, headers={"Nexus-Seq": "1"}).json()
     assert again["future_id"] == first["future_id"], "the client's retry finds the request of before"

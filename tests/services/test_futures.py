@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import random
 import threading
 import time
 
@@ -85,6 +86,38 @@ def test_many_senders_of_one_request_get_one_execution(log):
         thread.join()
     log.ended(found[0])
     assert len(set(found)) == 1 and log.done == [1]
+
+
+def test_any_interleaving_of_senders_and_repetitions_gives_each_tenants_order_once(log):
+    rng, futures, lock = random.Random(0), {}, threading.Lock()
+    done = {"ta": [], "tb": []}
+    sent = [(tenant, seq) for tenant in done for seq in range(1, 41) for _ in range(rng.randrange(1, 4))]
+    rng.shuffle(sent)
+
+    def run(request):
+        done[request.tenant_id].append(request.seq)
+        return Outcome({"seq": request.seq})
+
+    def work():
+        while True:
+            with lock:
+                if not sent:
+                    return
+                tenant, seq = sent.pop()
+            future = log.accept(seq, run, tenant=tenant)
+            with lock:
+                futures.setdefault((tenant, seq), set()).add(future)
+
+    threads = [threading.Thread(target=work) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for tenant, owner in (("ta", "oa"), ("tb", "ob")):
+        for seq in range(1, 41):
+            [future] = futures[tenant, seq]
+            assert log.ended(future, owner)["result"] == {"seq": seq}
+    assert done == {"ta": list(range(1, 41)), "tb": list(range(1, 41))}
 
 
 def test_without_a_number_the_lowest_free_one_is_taken(log):
