@@ -568,6 +568,14 @@ def _head_problems(key: str, tenant: TenantConfig, backbone: Any) -> list[str]:
     lr = tenant.head.get("lr")
     if not isinstance(lr, int | float) or lr <= 0:
         problems.append(f"{key}.head.lr={lr!r}: a positive learning rate is required")
+    for name, least in (("value_lr", 0.0), ("weight_decay", 0.0), ("grad_clip_norm", 0.0), ("warmup_steps", 0)):
+        value = tenant.head.get(name)
+        if value is not None and not (isinstance(value, int | float) and value >= least):
+            problems.append(f"{key}.head.{name}={value!r}: must not be negative")
+    betas = tenant.head.get("betas")
+    rates = betas if isinstance(betas, list | tuple) else ()
+    if betas is not None and (len(rates) != 2 or not all(isinstance(b, int | float) and 0 <= b < 1 for b in rates)):
+        problems.append(f"{key}.head.betas={betas!r}: two numbers from 0 to below 1, for example [0.9, 0.999]")
     decay = tenant.head.get("ema_decay")
     if decay is not None and not (isinstance(decay, int | float) and 0 < decay < 1):
         problems.append(f"{key}.head.ema_decay={decay!r}: must lie between 0 and 1, for example 0.999, or be null")
@@ -727,6 +735,8 @@ def _data_problems(
     problems = []
     if importlib.util.find_spec("lerobot") is None:
         problems.append(f"{key}.dataset: package lerobot is missing; pip install 'lerobot[dataset]>=0.6.1,<0.7'")
+    if dataset.episodes is not None and dataset.episodes < 1:
+        problems.append(f"{key}.dataset.episodes={dataset.episodes}: at least 1, or null for all")
     for name in ("batch_size", "batches_per_job"):
         if getattr(dataset, name) < 1:
             problems.append(f"{key}.dataset.{name}={getattr(dataset, name)}: must be at least 1")

@@ -81,7 +81,7 @@ class FakeMaster:
         return {"policy_version": 7, "optimizer_steps": 7}
 
     def delete_tenant(self, tenant_id: str) -> None:
-        self._of(tenant_id)
+        self._call("delete", tenant_id)
         with self.changed:
             del self.tenants[tenant_id]
             self.changed.notify_all()

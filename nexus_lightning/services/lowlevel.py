@@ -283,7 +283,9 @@ class LowLevelVerbs:
             start_s = events.now()
             try:
                 return action()
-            except NonFiniteLoss as error:
+            except NexusError:
+                raise
+            except (NonFiniteLoss, ValueError) as error:  # of the batch, for example a text that is too long
                 raise InvalidRequest(str(error)) from error
             finally:
                 events.span("actor", {slot.name: rows}, start_s, events.now(), kind="low_level")
@@ -483,6 +485,7 @@ class LowLevelVerbs:
                 metadata=dict(metadata or {}),
             )
         except ValueError as error:
+            self._tenant(tenant_id)
             raise InvalidRequest(str(error)) from error
         return {"job": None if job is None else _described(job)}
 

@@ -25,7 +25,6 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
-from importlib.metadata import version as package_version
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
@@ -35,6 +34,7 @@ import yaml
 from hydra.utils import instantiate
 from tensordict import TensorDict
 
+from nexus_lightning import __version__
 from nexus_lightning.backbone import Backbone
 from nexus_lightning.checkpoint import Payload, PayloadError, list_payloads, read_manifest, read_payload
 from nexus_lightning.config import (
@@ -227,7 +227,7 @@ class Master(LowLevelVerbs):
             for kind in ("heads", "environments", "datasets")
         }
         return {
-            "version": package_version("nexus-lightning"),
+            "version": __version__,
             "backbone": {
                 "name": type(backbone).__name__,
                 "parameters": sum(p.numel() for p in backbone.parameters()),
@@ -283,10 +283,8 @@ class Master(LowLevelVerbs):
 
     def delete_tenant(self, tenant_id: str) -> None:
         """End its work, take it out of memory, remove its payloads and metrics. Others notice nothing."""
-        tenant = self._tenant(tenant_id)
         with self._lock:
-            if tenant.leaving.is_set():
-                raise NotFound(f"tenant {tenant_id}: unknown")
+            tenant = self._tenant(tenant_id)
             tenant.leaving.set()
             work = tenant.workload
         tenant.stop_evaluations.set()
@@ -409,8 +407,7 @@ class Master(LowLevelVerbs):
         if resume and replace(config, seed=None) != replace(slot.spec.config, seed=None):
             raise Conflict(f"tenant {tenant_id}: its payload was saved in the middle of another workload")
         with self._lock:
-            if tenant.leaving.is_set():
-                raise NotFound(f"tenant {tenant_id}: unknown")
+            self._tenant(tenant_id)  # it may have begun to leave
             if tenant.workload is not None:
                 raise Conflict(
                     f"tenant {tenant_id}: a {tenant.workload.config.task} workload is active; cancel it first"
@@ -554,8 +551,6 @@ class Master(LowLevelVerbs):
         except QuotaExceeded:
             self.runtime.served.unpin(tenant_id, version)
             raise
-        if not any(thread.is_alive() for thread in tenant.threads):
-            tenant.stop_evaluations.clear()
         stopped = tenant.stop_evaluations
 
         def work() -> None:
@@ -572,8 +567,12 @@ class Master(LowLevelVerbs):
                 on_end(end)
 
         thread = threading.Thread(target=work, name=f"evaluation-{tenant_id}", daemon=True)
-        tenant.threads = [*(t for t in tenant.threads if t.is_alive()), thread]
-        thread.start()
+        with self._lock:
+            tenant.threads = [t for t in tenant.threads if t.is_alive()]
+            if not tenant.threads and not tenant.leaving.is_set():
+                stopped.clear()
+            tenant.threads.append(thread)
+            thread.start()
 
     def _evaluation(
         self, tenant_id: str, tenant: _Tenant, request: Mapping[str, Any], *also: str
@@ -738,6 +737,7 @@ class Master(LowLevelVerbs):
         try:
             normalizer = self.runtime.served.served(tenant_id, version).normalizer
         except ValueError as error:
+            self._tenant(tenant_id)
             raise NotFound(str(error)) from error
         with self._session(tenant_id, tenant) as client:
             client.sample, client.version = not deterministic, version
@@ -746,6 +746,7 @@ class Master(LowLevelVerbs):
             try:
                 answer = client.wait(client.submit(observation))
             except ValueError as error:
+                self._tenant(tenant_id)  # the queue's message about one that has just left names the others
                 raise InvalidRequest(str(error)) from error
             except TimeoutError as error:
                 raise NotReady(str(error)) from error
@@ -781,6 +782,7 @@ class Master(LowLevelVerbs):
         try:
             return self.runtime.served.pin(tenant_id, version)
         except ValueError as error:
+            self._tenant(tenant_id)
             raise NotFound(str(error)) from error
 
     # ------------------------------------------------------------------------------------------- what goes on
@@ -830,7 +832,7 @@ class Master(LowLevelVerbs):
 
     def _tenant(self, tenant_id: str) -> _Tenant:
         tenant = self._tenants.get(tenant_id)
-        if tenant is None:
+        if tenant is None or tenant.leaving.is_set():
             raise NotFound(f"tenant {tenant_id}: unknown")
         return tenant
 

@@ -113,11 +113,22 @@ class Service:
     def start(self) -> None:
         """Bring tenants and requests back; the master must be ready. Until it returns every call is "not ready"."""
         for row in self.store.tenants():
-            if row["state"] in ("creating", "deleting"):  # killed in the middle: not promised to anybody, or over
+            if row["state"] == "creating":  # killed in the middle: nobody was told its id
                 self.store.drop_tenant(row["tenant_id"])
-                continue
-            self._restore(row)
+            elif row["state"] == "deleting":
+                self._delete_rest(row)
+            else:
+                self._restore(row)
         self.started = True
+
+    def _delete_rest(self, row: dict[str, Any]) -> None:
+        """Of a tenant whose deletion was cut off: its payloads may still be there, and the master knows where."""
+        try:
+            self.master.restore_tenant(row["tenant_id"], row["spec"])
+            self.master.delete_tenant(row["tenant_id"])
+            self.store.drop_tenant(row["tenant_id"])
+        except Exception:  # the next start tries again; nobody sees it meanwhile
+            log.exception("deleting tenant %s", row["tenant_id"])
 
     def _restore(self, row: dict[str, Any]) -> None:
         tenant_id, lost = row["tenant_id"], None

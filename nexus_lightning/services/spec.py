@@ -47,6 +47,7 @@ SCHEMA_MOST = {"state_dim": 4096, "action_dim": 256, "chunk": 512, "image_size":
 MAX_CAMERAS, MAX_TEXT, MAX_DEPTH = 8, 2000, 8
 MAX_IN_FLIGHT = 16  # jobs of one tenant
 MAX_EPISODES = 1000  # of one evaluation
+MAX_STEPS_PER_JOB = 2000  # optimizer steps: a job is not interrupted, everybody waits for its end
 
 
 @dataclass
@@ -246,9 +247,32 @@ class Compiler:
             problems.append(f"workload.eval.num_envs={typed.eval.num_envs}: at most {most:g}")
         if typed.eval.episodes > MAX_EPISODES:
             problems.append(f"workload.eval.episodes={typed.eval.episodes}: at most {MAX_EPISODES}")
-        problems += self.problems("workload", name, typed)
+        problems += self.problems("workload", name, typed) or self._job_problems(typed)
         _refuse(what, problems)
         return typed
+
+    def _job_problems(self, config: TenantConfig) -> list[str]:
+        """A job must end soon, everybody waits for it; a rollout must fit into the tenant's part of the queue."""
+        algorithm, schema, environment = config.algorithm, config.schema, config.environment
+        if config.task != "rl" or algorithm is None or environment is None:
+            return []
+        assert algorithm.chunks_per_job is not None, "validated before"
+        rows, problems = environment.num_envs * algorithm.chunks_per_job, []
+        steps = algorithm.epochs * math.ceil(rows / algorithm.minibatch_size)
+        if steps > MAX_STEPS_PER_JOB:
+            problems.append(
+                f"workload.algorithm.epochs={algorithm.epochs}: {steps} optimizer steps a job with {rows} decisions in "
+                f"minibatches of {algorithm.minibatch_size}; at most {MAX_STEPS_PER_JOB}"
+            )
+        numbers = schema.state_dim + 6 * schema.chunk * schema.action_dim  # chunk, log-probabilities, traces
+        size = rows * (len(schema.cameras) * 3 * schema.image_size**2 + 4 * numbers)
+        budget = self.run_config.queues.training.max_gb_per_tenant
+        if size > budget * 1e9:
+            problems.append(
+                f"workload.algorithm.chunks_per_job={algorithm.chunks_per_job}: a rollout of {size / 1e9:.1f} GB; at "
+                f"most {budget:g} GB"
+            )
+        return problems
 
     def problems(self, key: str, name: str, config: TenantConfig) -> list[str]:
         """:func:`~nexus_lightning.config.tenant_problems`, without saying where on the server the data lies."""

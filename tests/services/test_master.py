@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import random
 import threading
 
 import numpy as np
@@ -35,6 +36,9 @@ from nexus_lightning.services.errors import Conflict, InvalidRequest, NotFound, 
 from nexus_lightning.services.spec import Compiler, serve_problems
 
 __all__ = ["serve_config", "serving", "toy_data"]  # fixtures
+
+
+RL = {"task": "rl", "dataset": None, "environment": {"name": "toy"}}
 
 
 @pytest.fixture(scope="module")
@@ -104,6 +108,8 @@ def test_a_spec_names_entries_and_sets_allowed_keys_and_nothing_else(compiler, c
         ({"environment": {"name": "toy", "num_envs": 500}}, "at most 32"),
         ({"task": "rl", "environment": {"name": "toy"}}, "algorithm"),
         ({"init_from": {"path": "/"}}, "unknown key"),
+        ({**RL, "algorithm": {"name": "ppo", "chunks_per_job": 8, "epochs": 10**6}}, "at most 2000"),
+        ({**RL, "algorithm": {"name": "ppo", "chunks_per_job": 10**6, "minibatch_size": 10**9}}, "at most 2 GB"),
     ],
 )
 def test_a_workload_is_checked_before_anything_is_built(compiler, change, text):
@@ -154,6 +160,23 @@ def test_a_creation_that_fails_leaves_nothing(shared):
     assert shared.admission.free == free and "big" not in runtime.slots
     with pytest.raises(NotFound, match="unknown"):
         shared.predict("big", observations(), ["x"] * 3)
+
+
+def test_what_runs_beside_the_actor_draws_from_no_global_generator(compiler, shared):
+    """A training step swaps its tenant's stream into torch's generator: another thread that drew would move it on."""
+    shared.create_tenant("quiet", toy_spec())
+    slot = shared.runtime.slots["quiet"]
+    config = compiler.workload("quiet", compiler.tenant("quiet", toy_spec()), toy_sft())
+    before = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist()
+    reader, stats = shared._open_data(slot, config)
+    assert reader is not None and stats is not None and len(reader.read(torch.arange(3))) == 3
+    shared.rollout("quiet", {"environment": {"name": "toy"}, "episodes": 2})
+    shared.predict("quiet", observations(), ["go"] * 3)
+    opened = shared.open_session("quiet", {"environment": {"name": "toy"}})["session_id"]
+    shared.session_reset("quiet", opened, {"seed": 1}, {})
+    assert torch.equal(torch.get_rng_state(), before[0])
+    assert (random.getstate(), np.random.get_state()[1].tolist()) == before[1:]
+    shared.delete_tenant("quiet")
 
 
 # --------------------------------------------------------------------------------------------------------- low level
