@@ -14,6 +14,15 @@ from nexus_lightning.config import ConfigError, head_overrides, register_configs
 register_configs()
 
 
+def may_restart() -> bool:
+    """Whether torchrun starts all ranks again when one ends with another code than 0 (``--max-restarts``).
+
+    A run that has ended with a tenant in quarantine is over: its other tenants have met their targets, and a restart
+    would only let the same tenant fail again. Then the code is 0; stderr and ``summary.json`` say who failed.
+    """
+    return int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", 0)) > 0
+
+
 @hydra.main(version_base="1.3", config_path="conf", config_name="config")
 def main(cfg: DictConfig) -> float | None:
     """Returns the tenants' mean success rate, which a Hydra sweeper may maximise."""
@@ -38,7 +47,7 @@ def main(cfg: DictConfig) -> float | None:
     for name, reason in failed.items():
         print(f"tenant {name} was quarantined: {reason}", file=sys.stderr)
     print(summary["run_dir"], flush=True)
-    if failed:
+    if failed and not may_restart():
         raise SystemExit(1)
     rates = [t["eval"]["success_rate"] for t in summary["tenants"].values() if t["eval"] is not None]
     return sum(rates) / len(rates) if rates else None

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import inspect
 import json
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, cast
@@ -16,6 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from nexus_lightning.schema import TenantSchema
 
+_LOCK = type(threading.Lock())
 #: What a backbone may give at the sharing boundary.
 KINDS = {
     "pooled": "one vector per sample",
@@ -146,6 +149,24 @@ class Backbone(nn.Module):
     def train(self, mode: bool = True) -> Backbone:
         del mode
         return super().train(False)
+
+    def __deepcopy__(self, memo: dict) -> Backbone:
+        """Weights and state of its own, and locks of its own (Python cannot copy one)."""
+        twin = type(self).__new__(type(self))
+        memo[id(self)] = twin
+        memo |= {id(value): threading.Lock() for value in self.__dict__.values() if isinstance(value, _LOCK)}
+        twin.__dict__.update(copy.deepcopy(self.__dict__, memo))
+        return twin
+
+    def shardable_units(self) -> list[nn.Module]:
+        """Parts that FSDP2 gathers one at a time when the backbone is in shards (``placement=fsdp2``), in the order in
+        which a pass runs them; usually its layers.
+
+        For one schema every pass must run every unit, by calling it, whatever the rows and instructions are: gathering
+        is a collective, and ranks hold different rows. What a pass may skip (a cached text encoder) belongs to none.
+        What is in no unit stays gathered during a pass; without units that is everything.
+        """
+        return []
 
     def feature_spec(self, schema: TenantSchema, kind: str = "tokens") -> FeatureSpec:
         """Segments and widths of one kind for tenants with this schema (cheap; no forward).

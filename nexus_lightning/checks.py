@@ -135,6 +135,21 @@ def check_head(
     problems.stop()
 
 
+def _units_run(backbone: Backbone, action: Callable[[], object]) -> list[int]:
+    """Places of the shardable units that ``action`` called, in order."""
+    called: list[int] = []
+    handles = [
+        unit.register_forward_pre_hook(lambda *_, place=place: called.append(place))
+        for place, unit in enumerate(backbone.shardable_units())
+    ]
+    try:
+        action()
+    finally:
+        for handle in handles:
+            handle.remove()
+    return called
+
+
 def check_backbone(backbone: Backbone, schema: TenantSchema, *, tolerance: float = 1e-4) -> None:
     """Hold a backbone to the contract of :class:`~nexus_lightning.backbone.Backbone` for one schema.
 
@@ -164,6 +179,10 @@ def check_backbone(backbone: Backbone, schema: TenantSchema, *, tolerance: float
     if any(p.requires_grad for p in backbone.parameters()):
         problems.add("it has parameters that require gradients: call freeze() last in __init__")
 
+    modules, units = list(backbone.modules()), backbone.shardable_units()
+    inside = [inner for unit in units for inner in unit.modules()]
+    if len(set(inside)) != len(inside) or not set(inside) <= set(modules):
+        problems.add("shardable_units: must be different parts of it, none inside another")
     before = backbone.fingerprint
     size = len(INSTRUCTIONS)
     observation = random_observation(schema, size)
@@ -181,6 +200,9 @@ def check_backbone(backbone: Backbone, schema: TenantSchema, *, tolerance: float
         problems.stop()
         if not _same_features(feature, encode(slice(None)), 0.0):
             problems.add("two calls with the same input differ")
+        whole, one = (_units_run(backbone, lambda r=rows: encode(r)) for rows in (slice(None), slice(0, 1)))
+        if whole != one:
+            problems.add("shardable_units: passes of different rows do not run the same units in the same order")
         for row in range(size):
             alone = encode(slice(row, row + 1))
             if not _same_features(cast(VLAFeature, feature[row : row + 1]), alone, tolerance):

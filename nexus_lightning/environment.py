@@ -132,6 +132,7 @@ class SimulatorEnv(EnvBase):
         inline: run the simulators in this process, one after the other (for light ones).
         group_size: neighbouring envs that start their k-th episodes alike (GRPO compares them).
         first_env: number of env 0 among the tenant's simulators on all ranks.
+        all_envs: how many those are; None: these.
         tasks: values of the simulator's ``task_key``; empty: the one task that ``simulator`` describes.
         batched: one process for all rows.
         max_resets: of a process, None for no limit.
@@ -158,6 +159,7 @@ class SimulatorEnv(EnvBase):
         inline: bool = False,
         group_size: int = 1,
         first_env: int = 0,
+        all_envs: int | None = None,
         tasks: Sequence[Any] = (),
         batched: bool = False,
         max_resets: int | None = None,
@@ -187,6 +189,7 @@ class SimulatorEnv(EnvBase):
         self.start_timeout_s = start_timeout_s
         self.step_timeout_s = step_timeout_s
         self.group_size, self.first_env = group_size, first_env
+        self.all_envs = num_envs if all_envs is None else all_envs
         self._kind = InlineSimulator if inline else SimulatorProcess
         self._host: type = SimulatorHost
         self._rows_per_worker = 1
@@ -319,7 +322,7 @@ class SimulatorEnv(EnvBase):
             return self._fixed.pop(order.index(min(order)))
         k = self._episodes_started[i]
         self._episodes_started[i] += 1
-        group, groups = (self.first_env + i) // self.group_size, -(-self.num_envs // self.group_size)
+        group, groups = (self.first_env + i) // self.group_size, -(-self.all_envs // self.group_size)
         seed = int(np.random.SeedSequence((self._seed, group, k)).generate_state(1)[0] & 0x7FFFFFFF)
         return (k * groups + group) % len(self.simulators), seed
 

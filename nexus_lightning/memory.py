@@ -92,19 +92,6 @@ def module_bytes(module: nn.Module) -> int:
     return sum(t.numel() * t.element_size() for t in (*module.parameters(), *module.buffers()))
 
 
-def shard_units(backbone: Backbone) -> list[nn.Module]:
-    """The backbone's shardable units: the layers of its outermost ``nn.ModuleList``s."""
-    units: list[nn.Module] = []
-    todo: list[nn.Module] = [backbone]
-    while todo:
-        for child in todo.pop().children():
-            if isinstance(child, nn.ModuleList):
-                units += child
-            else:
-                todo.append(child)
-    return units
-
-
 def feature_bytes(feature: VLAFeature) -> int:
     """Bytes per sample of a feature ``[B]``."""
     return feature.bytes() // len(feature.pooled)
@@ -202,7 +189,7 @@ def estimate(config: NexusConfig, backbone: Backbone | None = None) -> dict[str,
         tenants[name] = {"head": type(head).__name__, "kind": head.feature_spec.kind, **asdict(memory)}
         tenants[name]["total_bytes"] = memory.total_bytes
     parameters = sum(p.numel() for p in backbone.parameters())
-    units = [sum(p.numel() for p in unit.parameters()) for unit in shard_units(backbone)]
+    units = [sum(p.numel() for p in unit.parameters()) for unit in backbone.shardable_units()]
     held = {
         "name": type(backbone).__name__,
         "parameters": parameters,

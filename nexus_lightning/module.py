@@ -31,7 +31,15 @@ from nexus_lightning.objectives import (
     SFTObjective,
 )
 from nexus_lightning.placement.control import Failure, Ranks, agreed_failures
-from nexus_lightning.placement.shares import Minibatch, Moments, RowWeights, cut_in_order, cut_permutation, rows_of
+from nexus_lightning.placement.shares import (
+    Minibatch,
+    Moments,
+    RowWeights,
+    Share,
+    cut_in_order,
+    cut_permutation,
+    rows_of,
+)
 from nexus_lightning.tenant import TenantSlot, derive_seed
 
 if TYPE_CHECKING:
@@ -106,8 +114,8 @@ class MultiTenantModule(L.LightningModule):
         self.heads = nn.ModuleDict({name: slot.head for name, slot in slots.items()})
         self.normalizers = nn.ModuleDict({name: slot.normalizer for name, slot in slots.items()})
         self.critics = nn.ModuleDict({name: slot.critic for name, slot in slots.items() if slot.critic is not None})
-        self.build_objectives()
         self.runtime: Runtime | None = None  # set by the trainer
+        self.build_objectives()
         self.shard: Callable[[MultiTenantModule], None] | None = None  # set by the trainer: the strategy's
         self.sharded_backbone = False
         self.encode_stats = EncodeStats()  # what the actor encoded (the reader and the server count their own)
@@ -118,7 +126,8 @@ class MultiTenantModule(L.LightningModule):
         self.objectives = {name: self._objective(slot) for name, slot in self.slots.items()}
 
     def _objective(self, slot: TenantSlot) -> Objective:
-        return build_objective(slot, partial(self._draw_demonstrations, slot))
+        ranks = Ranks() if self.runtime is None else self.runtime.ranks
+        return build_objective(slot, partial(self._draw_demonstrations, slot), Share(ranks.rank, ranks.size))
 
     # -------------------------------------------------------------------------------- tenants that come and go
 
@@ -216,7 +225,8 @@ class MultiTenantModule(L.LightningModule):
         assert isinstance(rl, PolicyGradientObjective) and algorithm is not None
         data = cast(TensorDict, data.to(self.device))
         if "features" not in data.keys():
-            data = self._with_features([(slot, data)])[0]
+            assert self.runtime is not None  # its backbone is whole: the ranks do not come here in step
+            data = self._with_features([(slot, data)], backbone=self.runtime.backbone)[0]
         slot.head.train()  # as while it trains: the first ratio is exactly 1
         parts = [rl.actor_forward(full_precision(part)) for part in data.split(algorithm.minibatch_size)]
         return cast(TensorDict, torch.cat(parts)).cpu()  # type: ignore[arg-type]
@@ -298,11 +308,11 @@ class MultiTenantModule(L.LightningModule):
         slot, objective = update.slot, self.objectives[update.slot.name]
         shares = None if update.shares is None else next(update.shares)
         self._lightning_optimizer(slot).zero_grad()
-        if batch is None:
+        if batch is None and not isinstance(objective, CoTrainingObjective):
             update.history.append({})
             return None
-        given = (full_precision(batch), slot.jobs_completed)
-        losses = objective.loss(*given) if shares is None else self._ranked(update).loss(*given, shares)
+        given = (None if batch is None else full_precision(batch), slot.jobs_completed)
+        losses = objective.loss(*given) if shares is None else objective.loss(*given, shares)
         loss = _finite(slot, losses["loss"])
         update.history.append({k: v.detach() for k, v in losses.items()})
         return loss
@@ -408,14 +418,15 @@ class MultiTenantModule(L.LightningModule):
             if not update.failed:
                 self._guarded(update, self._cut, [by_rank[update.slot.name] for by_rank in parts])
 
-    def _ranked(self, update: _Update) -> SFTObjective | PolicyGradientObjective | AWRObjective:
-        objective = self.objectives[update.slot.name]
-        assert not isinstance(objective, (CoTrainingObjective, IQLObjective)), "refused with the configuration"
-        return objective
+    def _on_rollouts(self, tenant: str) -> PolicyGradientObjective | None:
+        """The objective of a tenant whose jobs are rollouts."""
+        objective = self.objectives[tenant]
+        objective = objective.rl if isinstance(objective, CoTrainingObjective) else objective
+        return objective if isinstance(objective, PolicyGradientObjective) else None
 
     def _part(self, update: _Update) -> _Part:
         """This rank's answer to the others' question about one job."""
-        objective, data = self._ranked(update), update.data
+        objective, rl, data = self.objectives[update.slot.name], self._on_rollouts(update.slot.name), update.data
 
         def look(update: _Update) -> _Part:
             assert self.runtime is not None
@@ -423,12 +434,13 @@ class MultiTenantModule(L.LightningModule):
             if data is None:
                 part.weights = {name: torch.zeros(0) for name in objective.means}
                 return part
-            if isinstance(objective, PolicyGradientObjective):
-                if objective.algorithm.name != "grpo":
+            if rl is not None:
+                if rl.algorithm.name != "grpo":
                     part.advantages = Moments.of(data["advantage"])
                 update.data = counted = data[data["counts"].squeeze(-1)]
-                part.weights = objective.row_weights(counted)
+                part.weights = rl.row_weights(counted)
             else:
+                assert not isinstance(objective, CoTrainingObjective)
                 part.weights = objective.row_weights(data)
             return part
 
@@ -436,7 +448,8 @@ class MultiTenantModule(L.LightningModule):
         return _Part(update.failure) if part is None else part
 
     def _cut(self, update: _Update, parts: list[_Part]) -> None:
-        objective, rank, data = self._ranked(update), self._ranks.rank, update.data
+        objective, rl = self.objectives[update.slot.name], self._on_rollouts(update.slot.name)
+        rank, data = self._ranks.rank, update.data
         assert self.runtime is not None
         weights = [part.weights for part in parts]
         moments = [part.advantages for part in parts if part.advantages is not None]
@@ -445,12 +458,13 @@ class MultiTenantModule(L.LightningModule):
             data["advantage"] = Moments.normalize(data["advantage"], moments)
         if rollouts := [part.rollout for part in parts if part.rollout is not None]:
             self.runtime.log_rollout(update.slot.name, rollouts)
-        if isinstance(objective, PolicyGradientObjective):
+        if rl is not None:
             num_rows = sum(len(w["rows"]) for w in weights)
             with update.slot.rng.scope():  # the same permutations on every rank, and as with one rank
-                orders = [torch.randperm(num_rows) for _ in range(objective.algorithm.epochs if num_rows else 0)]
-            cut = cut_permutation(weights, orders, objective.algorithm.minibatch_size, rank)
+                orders = [torch.randperm(num_rows) for _ in range(rl.algorithm.epochs if num_rows else 0)]
+            cut = cut_permutation(weights, orders, rl.algorithm.minibatch_size, rank)
         else:
+            assert not isinstance(objective, (CoTrainingObjective, PolicyGradientObjective))
             cut = cut_in_order(weights, -(-objective.batch_size // self._ranks.size), rank)
         update.batches, update.shares = _batches(data, cut), iter([minibatch.shares for minibatch in cut])
 
@@ -582,8 +596,8 @@ class MultiTenantModule(L.LightningModule):
         mine = {}
         for update in updates:
             rows = 0 if update.lease.data is None else len(update.lease.data)
-            history = [step for step in update.history if step]
-            sums = {k: float(torch.stack([step[k].float() for step in history]).sum()) for k in (history or [{}])[0]}
+            keys = dict.fromkeys(key for step in update.history for key in step)
+            sums = {k: float(sum(step[k].float() for step in update.history if k in step)) for k in keys}
             counted = None if update.data is None else len(update.data)
             mine[update.slot.name] = (update.failure, sums, len(update.history), rows, counted)
         by_rank = self._ranks.gather(mine)
@@ -596,7 +610,7 @@ class MultiTenantModule(L.LightningModule):
             assert optimizer is not None
             _, sums, steps, rows, counted = zip(*(mine[name] for mine in by_rank), strict=True)
             means = {key: sum(part.get(key, 0.0) for part in sums) / steps[0] for part in sums for key in part}
-            if isinstance(self.objectives[name], PolicyGradientObjective):
+            if self._on_rollouts(name) is not None:
                 means["counted_share"] = sum(n or 0 for n in counted) / sum(rows)
             metrics[name] = {"loss": 0.0, **means, "lr": optimizer.param_groups[0]["lr"]}
         return metrics
@@ -614,9 +628,10 @@ class MultiTenantModule(L.LightningModule):
         self,
         parts: list[tuple[TenantSlot, TensorDict]],
         passes: Iterator[tuple[list[int], VLAFeature]] | None = None,
+        backbone: Backbone | None = None,
     ) -> list[TensorDict]:
         """Rows with ``observation`` and ``language_instruction`` -> rows with ``features`` and ``state``."""
-        found = encode_together(self.backbone, self._requests(parts), self.encode_stats, passes)
+        found = encode_together(backbone or self.backbone, self._requests(parts), self.encode_stats, passes)
         encoded = []
         for (slot, data), features in zip(parts, found, strict=True):
             if self.runtime is not None:
@@ -685,8 +700,9 @@ class MultiTenantModule(L.LightningModule):
         self.runtime.restore(saved)
 
 
-def build_objective(slot: TenantSlot, draw: Callable[[int], TensorDict]) -> Objective:
-    """What the tenant's jobs minimise; ``draw`` gives the demonstrations that an RL tenant mixes in."""
+def build_objective(slot: TenantSlot, draw: Callable[[int], TensorDict], share: Share | None = None) -> Objective:
+    """What the tenant's jobs minimise; ``draw`` gives the demonstrations that an RL tenant mixes in, ``share`` says
+    which of them are this rank's."""
     config, head, normalizer = slot.spec.config, slot.head, slot.normalizer
     algorithm, dataset = config.algorithm, config.dataset
     supervised = None if dataset is None else SFTObjective(head, normalizer, dataset.batch_size)
@@ -698,7 +714,7 @@ def build_objective(slot: TenantSlot, draw: Callable[[int], TensorDict]) -> Obje
         rl = PolicyGradientObjective(head, normalizer, algorithm)
         if supervised is None or algorithm.sft_weight is None:
             return rl
-        return CoTrainingObjective(rl, supervised, algorithm.sft_weight, draw)
+        return CoTrainingObjective(rl, supervised, algorithm.sft_weight, draw, share)
     assert dataset is not None
     if slot.critic is None:
         return AWRObjective(head, normalizer, algorithm, dataset.batch_size)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 import signal
 import threading
@@ -27,6 +28,7 @@ from nexus_lightning.monitoring.progress import RunStatus, TenantStatus
 from nexus_lightning.objectives import job_fields
 from nexus_lightning.objectives.policy_gradient import EXECUTED
 from nexus_lightning.placement.control import Control, Failure, Ranks
+from nexus_lightning.placement.membership import Membership, RunEnded
 from nexus_lightning.placement.shares import Share, mean_of_rollouts
 from nexus_lightning.producers.base import Producer
 from nexus_lightning.producers.demonstrations import (
@@ -60,10 +62,6 @@ T = TypeVar("T")
 
 #: Columns of what was observed, by whether the partition holds features.
 OBSERVED = {True: ("features", "state"), False: ("observation", "language_instruction")}
-
-
-class RunEnded(RuntimeError):
-    """Asked of a run that is over."""
 
 
 class Runtime:
@@ -149,6 +147,7 @@ class Runtime:
         self._rollouts: dict[tuple[str, int], dict[str, float]] = {}
         self._commands: deque[tuple[Callable[[], Any], Future[Any]]] = deque()
         self._closed = False
+        self.membership = Membership(self)
         for slot in slots.values():
             self._enter(slot)
 
@@ -170,6 +169,7 @@ class Runtime:
             self._register(slot, 1 if fast else slot.spec.config.target_jobs)
         if self._restored_scheduler is not None:
             self.scheduler.load_state_dict(self._restored_scheduler)
+        self.served.backbone = self._serving_backbone()
         self.server.start()
         for slot in self.slots.values():
             self.publish(slot)
@@ -183,6 +183,14 @@ class Runtime:
                 evaluator.request()
         for producer in self.producers:
             producer.start()
+
+    def _serving_backbone(self) -> Backbone:
+        """What rollouts and evaluations run: the actor's own weights, or a whole copy where
+        ``placement.inference.device`` names a device. Beside an actor with shards :attr:`backbone` is that copy."""
+        device = self.config.placement.inference.device
+        if device == "training" or self.actor.sharded_backbone:
+            return self.backbone
+        return copy.deepcopy(self.backbone).to(device)  # from what Lightning has moved and converted
 
     def _register(self, slot: TenantSlot, target_jobs: int | None) -> None:
         config = slot.spec.config
@@ -203,6 +211,8 @@ class Runtime:
         evaluator = None if env is None or not config.eval.episodes else self._evaluator(slot, env)
         share = self.shares[slot.name]
         if config.task == "rl" and share.index is None:
+            if config.dataset is not None:  # demonstrations are divided over all ranks
+                self.demonstrations[slot.name] = DemonstrationStream(self._reader(slot), slot.spec.seed)
             return [AbsentRolloutProducer(slot, self.served, self.scheduler, self.quarantine, self.lease_deadline_s)]
         if config.task == "rl":
             assert env is not None
@@ -291,6 +301,7 @@ class Runtime:
             slot.normalizer,
             num_envs=end - first,
             first_env=first,
+            all_envs=config.environment.num_envs if config.task == "rl" else None,
             seed=derive_seed(slot.spec.seed, "environment") % 2**31,
             tenant=slot.name,
             group_size=1 if config.algorithm is None else config.algorithm.group_size or 1,
@@ -351,6 +362,7 @@ class Runtime:
                 return
             self._closed = True
             unheard, self._commands = self._commands, deque()
+        self.membership.close()
         for _, future in unheard:
             if future.set_running_or_notify_cancel():
                 future.set_exception(RunEnded("the run has ended"))
@@ -401,12 +413,18 @@ class Runtime:
 
     def wants_to_stop(self) -> bool:
         """What this rank knows of it."""
+        return self.must_stop() or (self.targets_met() and not self.membership.pending)
+
+    def targets_met(self) -> bool:
+        """Every tenant has done its work."""
+        return not self.resident and bool(self.producers) and self.scheduler.targets_met()
+
+    def must_stop(self) -> bool:
+        """Nothing more may be leased, whoever still has work."""
         trainer = self.config.trainer
         if self.interrupted or (self.deadline_s is not None and time.monotonic() >= self.deadline_s):
             return True
-        if trainer.max_jobs is not None and self.job_index >= trainer.max_jobs:
-            return True
-        return not self.resident and bool(self.producers) and self.scheduler.targets_met()
+        return trainer.max_jobs is not None and self.job_index >= trainer.max_jobs
 
     def jobs_left(self) -> float:
         """How many jobs may still be leased before ``trainer.max_jobs`` is reached."""
@@ -468,9 +486,12 @@ class Runtime:
                 continue
             try:
                 self._actor_forward(slot, job)
-                environment = slot.spec.config.environment
+                environment, share = slot.spec.config.environment, self.shares[name]
                 assert environment is not None
-                advantage_stage(self.scheduler, self.queue, slot, self.lease_deadline_s, environment.num_envs)
+                num_envs = environment.num_envs // share.count
+                advantage_stage(
+                    self.scheduler, self.queue, slot, self.lease_deadline_s, num_envs, normalize=share.count == 1
+                )
             except Exception as error:
                 self.quarantine(name, f"{type(error).__name__}: {error}", traceback.format_exc())
 
@@ -566,7 +587,8 @@ class Runtime:
         for producer in self.producers:
             if producer.tenant == tenant:
                 producer.stop()
-        self.scheduler.fail_all(tenant, reason)
+        if self.scheduler.registered(tenant):  # not of a tenant that is leaving
+            self.scheduler.fail_all(tenant, reason)
         self.on_workload(tenant)
 
     def log(self, tenant: str, group: str, metrics: dict[str, float]) -> None:
@@ -579,7 +601,7 @@ class Runtime:
             self.on_metrics(row, self.job_index)
 
     # -------------------------------------------------------------------------------- tenants that come and go
-    # One process. Everything here but `call` runs on the actor thread between two jobs, where no tenant trains: a join
+    # Everything here but `call` runs on the actor thread between two jobs, where no tenant trains: a join
     # may draw from the global random generators (inside its own scope) and change the optimizers' list.
 
     def call(self, action: Callable[[], T]) -> Future[T]:
@@ -594,7 +616,7 @@ class Runtime:
             if self._closed:
                 raise RunEnded("the run has ended")
             if self.control is not None:
-                raise RuntimeError("tenants cannot come and go in a run with several ranks")
+                raise RuntimeError("several ranks would have to agree on when; tenants join and leave by `membership`")
             self._commands.append((action, future))
         self.scheduler.wake()
         return future
@@ -743,18 +765,19 @@ class Runtime:
 
     def _share(self, tenant: str) -> Share:
         """Of the tenant's simulators; demonstrations are always divided over all ranks."""
-        ranks = self.config.placement.environments.get(tenant, list(range(self.ranks.size)))
+        ranks = self.evaluating_ranks(tenant)
         return Share(ranks.index(self.ranks.rank) if self.ranks.rank in ranks else None, len(ranks))
 
-    def num_evaluators(self, tenant: str) -> int:
-        """On how many ranks a share of the tenant's evaluation runs."""
-        return self.shares[tenant].count
+    def evaluating_ranks(self, tenant: str) -> list[int]:
+        """The ranks that run the tenant's simulators, in the order of their shares."""
+        return self.config.placement.environments.get(tenant, list(range(self.ranks.size)))
 
     def take_failures(self) -> dict[str, Failure]:
         """What :meth:`quarantine` was told since the last tick."""
         with self._mailbox:
             failures, self._failures = self._failures, {}
-        return {tenant: failure for tenant, failure in failures.items() if self.slots[tenant].quarantined is None}
+        running = {name for name, slot in self.slots.items() if slot.quarantined is None}
+        return {tenant: failure for tenant, failure in failures.items() if tenant in running}
 
     def take_evaluations(self) -> list[tuple[str, int, list[dict[str, Any]], Path | None]]:
         """Shares of evaluations that were finished here since the last tick."""
@@ -765,8 +788,10 @@ class Runtime:
     def merge_evaluation(
         self, tenant: str, version: int, shares: list[tuple[list[dict[str, Any]], Path | None]]
     ) -> tuple[EvalResult, Path | None]:
-        """All ranks' episodes as one result, in the order of the seeds."""
-        episodes = sorted((e for part, _ in shares for e in part), key=lambda e: e["seed"])
+        """All ranks' episodes as one result, in the order in which one rank would run them."""
+        episodes: list[dict[str, Any]] = [{}] * sum(len(part) for part, _ in shares)
+        for index, (part, _) in enumerate(shares):
+            episodes[index :: len(shares)] = part
         return summarise(tenant, version, episodes), next((video for _, video in shares if video is not None), None)
 
     def rollout_metrics(self, job: Job) -> dict[str, float] | None:

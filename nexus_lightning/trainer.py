@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import time
 from collections.abc import Callable
@@ -12,7 +13,7 @@ from typing import Any
 import lightning as L
 import torch
 import yaml
-from hydra.utils import instantiate
+from hydra.utils import get_class, instantiate
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.loggers import Logger
 
@@ -47,7 +48,7 @@ from nexus_lightning.monitoring.loggers import close_loggers, logger_problems, m
 from nexus_lightning.monitoring.progress import NexusProgressBar
 from nexus_lightning.monitoring.report import summary_table, write_report, write_summary
 from nexus_lightning.placement.control import Ranks
-from nexus_lightning.placement.plan import Plan, resolve
+from nexus_lightning.placement.plan import Devices, Plan, common_devices, resolve
 from nexus_lightning.placement.sharding import rank_problems, sharding_problems
 from nexus_lightning.placement.strategies import TenantFSDP2, make_strategy
 from nexus_lightning.producers.demonstrations import dataset_stats, open_dataset
@@ -164,6 +165,7 @@ class NexusTrainer(L.Trainer):
         A resident run ends only when it is asked to.
         """
         model.runtime = self.runtime
+        model.build_objectives()  # they know now which rows are this rank's
         if isinstance(self.strategy, TenantFSDP2):
             model.shard = self.strategy.shard
         self.runtime.actor_forward, self.runtime.actor = model.actor_forward, model
@@ -195,30 +197,104 @@ def train(
         ``estimate``: nothing is loaded, recorded or written.
 
     Raises:
-        ConfigError: anything wrong with the configuration, before anything is built.
+        ConfigError: anything wrong with the configuration, before anything is built; on every rank alike.
     """
-    validate(config)
-    if problems := logger_problems(config.logger):
-        raise ConfigError(problems)
     if config.trainer.dry_run:
+        if problems := config_problems(config):
+            raise ConfigError(problems)
         figures = estimate(config, backbone)
         print(estimate_table(figures, free_bytes(torch.device("cpu"))), flush=True)
         return {"estimate": figures, "tenants": {}}
-    plan = resolve(config)
-    if problems := [*rank_problems(config, plan), *sharding_problems(config, plan)]:
-        raise ConfigError(problems)
     if ranks is not None:
-        return _train(config, backbone, link_latest, plan, ranks)
-    ranks = Ranks.join(plan)
+        return _train(config, backbone, link_latest, ranks)
+    ranks = Ranks.join(config.placement.accelerator)
     try:
-        return _train(config, backbone, link_latest, plan, ranks)
+        return _train(config, backbone, link_latest, ranks)
     finally:
         ranks.leave()
 
 
-def _train(
-    config: NexusConfig, backbone: Backbone | None, link_latest: bool, plan: Plan, ranks: Ranks
-) -> dict[str, Any]:
+def config_problems(config: NexusConfig) -> list[str]:
+    """What is wrong with a configuration whatever the launch."""
+    try:
+        validate(config)
+    except ConfigError as error:
+        return error.problems
+    return logger_problems(config.logger)
+
+
+def agree(config: NexusConfig, ranks: Ranks) -> Devices:
+    """Every rank checks its configuration and tells the others; returns what the launch has.
+
+    Raises:
+        ConfigError: some rank's is wrong, or they differ: everything that is, on every rank.
+    """
+    problems, devices = config_problems(config), None
+    try:
+        devices = Devices.here(config.placement.accelerator)
+    except ConfigError as error:
+        problems = [*problems, *error.problems]
+    by_rank = ranks.gather((problems, digest_of(asdict(config)), devices))
+    found = dict.fromkeys(problem for problems, _, _ in by_rank for problem in problems)
+    if len({digest for _, digest, _ in by_rank}) > 1:
+        found |= dict.fromkeys(_differences(ranks.gather(asdict(config))))
+    if found:
+        raise ConfigError(list(found))
+    return common_devices([devices for _, _, devices in by_rank if devices is not None])
+
+
+def _differences(configs: list[dict[str, Any]]) -> list[str]:
+    """One line for every key in which some rank's configuration differs from rank 0's."""
+    flat = [_flat(config) for config in configs]
+    missing = object()
+    lines = []
+    for rank, other in enumerate(flat):
+        for key in sorted({*flat[0], *other}):
+            a, b = flat[0].get(key, missing), other.get(key, missing)
+            if a != b:
+                one, two = ("nothing" if v is missing else repr(v) for v in (a, b))
+                fix = "start every rank with the same arguments"
+                lines.append(f"{key}: rank 0 has {one}, rank {rank} has {two}; {fix}")
+    return lines
+
+
+def _flat(config: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested values by their dotted keys."""
+    flat = {}
+    for key, value in config.items():
+        flat |= _flat(value, f"{prefix}{key}.") if isinstance(value, dict) and value else {f"{prefix}{key}": value}
+    return flat
+
+
+def settle(config: NexusConfig, backbone: Backbone, devices: Devices, ranks: Ranks) -> Plan:
+    """The plan of this run, from the sizes of what was built; the same on every rank.
+
+    Raises:
+        ConfigError: it does not fit, or the ranks have come to different plans or loaded different backbones.
+    """
+    plan = resolve(config, devices, estimate(config, backbone) if ranks.size > 1 else None)
+    by_rank = ranks.gather((plan.signature, backbone.fingerprint if ranks.size > 1 else ""))
+    problems = []
+    for rank, (signature, fingerprint) in enumerate(by_rank):
+        if signature != by_rank[0][0]:
+            problems.append(f"placement: rank {rank} has planned otherwise than rank 0; start equal code everywhere")
+        if fingerprint != by_rank[0][1]:
+            problems.append(
+                f"backbone: rank {rank} has loaded other weights ({fingerprint[:12]}) than rank 0 "
+                f"({by_rank[0][1][:12]}); give all machines the same checkpoint"
+            )
+    if problems:
+        raise ConfigError(problems)
+    return plan
+
+
+def _train(config: NexusConfig, backbone: Backbone | None, link_latest: bool, ranks: Ranks) -> dict[str, Any]:
+    devices = agree(config, ranks)
+    if backbone is None and not hasattr(get_class(config.backbone["_target_"]), "on_meta"):
+        backbone = instantiate(config.backbone)  # its size cannot be known without it
+    plan = resolve(config, devices, estimate(config, backbone) if ranks.size > 1 else None)
+    if problems := [*rank_problems(config, plan), *sharding_problems(config, plan)]:
+        raise ConfigError(problems)
     run_dir, ckpt_path = ranks.on_first(lambda: prepare_run(config, link_latest))
     if config.placement.torch_threads is not None:
         torch.set_num_threads(config.placement.torch_threads)
@@ -226,8 +302,14 @@ def _train(
     if backbone is None:
         backbone = instantiate(config.backbone)
     assert isinstance(backbone, Backbone)
+    plan = settle(config, backbone, devices, ranks)
+    config = plan.settle(config)
+    if ranks.first:
+        (run_dir / "placement.json").write_text(json.dumps({**plan.to_dict(), "signature": plan.signature}, indent=2))
     payloads = starting_payloads(config, backbone, ranks)
     slots, datasets = build_slots(config, backbone, payloads)
+    for slot in slots.values():  # built from seeds and files, alike on every rank; this makes sure of it
+        ranks.spread(slot.tensors().values())
     runtime = Runtime(config, backbone, slots, run_dir, datasets, ranks)
     loggers = make_loggers(config.logger, run_dir, config.run_name or run_dir.name, asdict(config))
     exit_code = 1
@@ -293,6 +375,7 @@ def resolve_run(config: NexusConfig) -> tuple[Path, Path | None]:
 
 
 def _link_latest(output: Path, run_dir: Path) -> None:
+    output.mkdir(parents=True, exist_ok=True)  # a resumed run lies where it did
     link, temporary = output / "latest", output / f".latest-{os.getpid()}"
     temporary.symlink_to(os.path.relpath(run_dir, output))
     temporary.replace(link)
@@ -361,7 +444,7 @@ def prepare_payload(
         tenants={recipe_name: recipe},
         backbone=config.backbone,
         queues=config.queues,
-        placement=config.placement,
+        placement=replace(config.placement, environments={}),  # of other tenants
         trainer=replace(TrainerConfig(), enable_progress_bar=config.trainer.enable_progress_bar),
         logger={"kind": "csv"},
         seed=config.seed,
@@ -461,7 +544,7 @@ def _banner(
             "reason": f"placement.accelerator={config.placement.accelerator}",
         },
         tenants=tenants,
-        placement={**plan.summary(), "torch threads": torch.get_num_threads()},
+        placement={**plan.summary(), "torch threads": torch.get_num_threads(), "because": plan.reason},
         queues={
             "inference batch": config.queues.inference.max_batch_size,
             "wait": f"{config.queues.inference.timeout_s * 1e3:g} ms",
@@ -499,7 +582,10 @@ def _summary(runtime: Runtime, module: MultiTenantModule) -> dict[str, Any]:
             jobs[state] = jobs.get(state, 0) + count
     summary = {
         "tenants": tenants,
-        "backbone_unchanged": module.backbone.compute_fingerprint() == runtime.fingerprint,
+        "backbone_unchanged": all(
+            backbone.compute_fingerprint() == runtime.fingerprint
+            for backbone in dict.fromkeys((module.backbone, runtime.served.backbone))
+        ),
         "jobs_by_state": jobs,
         "utilisation": runtime.events.utilisation(),
         "interrupted": runtime.interrupted,

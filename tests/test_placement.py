@@ -7,17 +7,17 @@ import json
 import sys
 from functools import cache, partial
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import psutil
 import pytest
+import torch
 import yaml
 
 from nexus_lightning.config import ConfigError, NexusConfig, register_configs, to_config, validate
 from nexus_lightning.memory import estimate
 from nexus_lightning.placement.plan import Devices, resolve
-from nexus_lightning.placement.sharding import rank_problems
+from nexus_lightning.placement.sharding import rank_problems, sharding_problems
 
 ROOT = Path(__file__).resolve().parent.parent
 GB = 10**9
@@ -339,17 +339,62 @@ def test_the_script_refuses_with_two(script, capsys):
 
 
 def test_what_a_run_cannot_do_yet_is_refused_with_the_fix():
-    one, two = (cast(Any, SimpleNamespace(world_size=n)) for n in (1, 2))
-    config = composed("placement.inference.device=cpu")
-    assert rank_problems(config, one) == [
-        "placement.inference.device=cpu: a run serves on the training device; use training"
+    config = composed("tenants.toy.algorithm.proximal=true", "placement=fsdp2", "placement.heads.shard=2")
+    plan = resolve(config, gpus(2), FIGURES)
+    assert rank_problems(config, plan) == []
+    assert [p.split(": ")[2] for p in sharding_problems(config, plan)] == [
+        "algorithm.proximal runs the head outside the steps; set it to false"
     ]
-    config = composed("tenants.toy.algorithm.proximal=true", "tenants.toy.algorithm.sft_weight=0.1")
-    config.tenants["toy"].environment.tasks = ["plain", "mirrored"]
-    assert rank_problems(config, one) == []
-    keys = [problem.split("=")[0] for problem in rank_problems(config, two)]
-    assert keys == [
-        "tenants.toy.algorithm.sft_weight",
-        "tenants.toy.algorithm.proximal",
-        "tenants.toy.environment.tasks",
-    ]
+
+
+def test_a_head_that_continues_the_backbone_is_served_where_it_trains():
+    config = composed("placement=split", "placement.inference.device=cpu")
+    plan = resolve(config, cpus(1), FIGURES)
+    assert rank_problems(config, plan) == []
+    config = copy.deepcopy(config)
+    config.tenants["toy"].head = {"_target_": "models.heads.adapter.AdapterHead", "lr": 1e-3}
+    assert "continues the backbone" in rank_problems(config, plan)[0]
+
+
+def test_serving_on_a_device_of_its_own(compose, monkeypatch):
+    """A whole second copy of the backbone runs rollouts and evaluations; what is learnt stays bit for bit the same."""
+    from fakes import FakeBackbone
+
+    from nexus_lightning.checkpoint import read_payload, resolve_payload
+    from nexus_lightning.runtime import Runtime
+    from nexus_lightning.trainer import train
+
+    runtimes, init = [], Runtime.__init__
+
+    def remember(self, *args, **kwargs):
+        init(self, *args, **kwargs)
+        runtimes.append(self)
+
+    monkeypatch.setattr(Runtime, "__init__", remember)
+    monkeypatch.setattr("nexus_lightning.trainer.write_report", lambda run_dir: None)
+    runs, backbones = [], [FakeBackbone(), FakeBackbone()]
+    for backbone, overrides in zip(backbones, ([], ["placement=split", "placement.inference.device=cpu"]), strict=True):
+        config = compose("+tenants=[toy]", "trainer.enable_progress_bar=false", *overrides)
+        config.backbone = {"_target_": "fakes.FakeBackbone"}
+        config.tenants["toy"].eval.episodes, config.tenants["toy"].eval.video = 3, False
+        config.tenants["toy"].target_jobs = config.tenants["toy"].eval.every_n_jobs = 2
+        config.tenants["toy"].max_in_flight = 1
+        runs.append(train(config, backbone))
+    one, two = (read_payload(resolve_payload(Path(run["run_dir"]) / "tenants" / "toy")) for run in runs)
+    assert all(torch.equal(value, two.tensors[name]) for name, value in one.tensors.items())
+    results = [run["tenants"]["toy"]["eval"] for run in runs]
+    assert results[0] == results[1] and results[0]["n"] == 3
+    shared, split = runtimes
+    served = split.served.backbone
+    assert shared.served.backbone is shared.backbone and served is not split.backbone
+    assert served.fingerprint == split.backbone.fingerprint and runs[1]["backbone_unchanged"] is True
+    assert not {t.data_ptr() for t in served.parameters()} & {t.data_ptr() for t in split.backbone.parameters()}
+    alone = backbones[0].calls  # of rollouts and evaluations, and before them of a probe
+    assert served.calls == alone and backbones[1].calls < alone / 4, "the actor's reads stored features"
+
+
+def test_a_copy_that_serves_is_counted(config):
+    plan = resolve(config("placement=split", "placement.inference.device=cpu"), cpus(1), FIGURES)
+    assert plan.devices[0].parts["backbone"] == plan.devices[0].parts["inference backbone"] == 20 * GB
+    shared = resolve(config("placement=single"), cpus(1), FIGURES)
+    assert plan.devices[0].needed_bytes == shared.devices[0].needed_bytes + 20 * GB

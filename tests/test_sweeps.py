@@ -240,9 +240,10 @@ for i in 0 1 2 3; do SLURM_PROCID=$i SLURM_LOCALID=$((i % 2)) SLURM_NODEID=$((i 
         f"""#!/usr/bin/env bash
 for name in {recorded}; do echo "$name=${{!name}}"; done > {calls}/rank$RANK
 printf '%s\\n' "$@" >> {calls}/rank$RANK
-mkdir -p {tmp_path}/outputs/4711/checkpoints
-echo "\\"interrupted\\": ${{INTERRUPTED:-false}}" > {tmp_path}/outputs/4711/summary.json
-touch {tmp_path}/outputs/4711/checkpoints/last.ckpt
+run={tmp_path}/outputs/4711${{SUFFIX:-}}
+mkdir -p $run/checkpoints
+echo "\\"interrupted\\": ${{INTERRUPTED:-false}}" > $run/summary.json
+touch $run/checkpoints/last.ckpt
 """,
     )
 
@@ -287,6 +288,14 @@ def test_slurm_goes_on_where_a_signal_stopped_it(slurm, tmp_path):
     assert "requeue 4711" in (calls / "scontrol").read_text()
     slurm("+tenants=[toy]")  # what Slurm does with it: the same id again
     assert (calls / "rank3").read_text().splitlines()[-1] == f"ckpt_path={tmp_path}/outputs/4711"
+
+
+def test_slurm_finds_the_folder_of_a_named_run(slurm, tmp_path):
+    calls = slurm("+tenants=[toy]", "run_name=big", INTERRUPTED="true", SUFFIX="_big")
+    assert "requeue 4711" in (calls / "scontrol").read_text()
+    slurm("+tenants=[toy]", "run_name=big", SUFFIX="_big")
+    assert (calls / "rank3").read_text().splitlines()[-1] == f"ckpt_path={tmp_path}/outputs/4711_big"
+    assert (calls / "scontrol").read_text().count("requeue") == 1, "finished this time"
 
 
 def test_the_batch_script_asks_slurm_for_a_grace_time():

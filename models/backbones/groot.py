@@ -92,6 +92,10 @@ class GrootBackbone(Backbone):
         }
         self.freeze()
 
+    def shardable_units(self) -> list[nn.Module]:
+        """Layers of the vision tower, then of the language model."""
+        return [*self.vlm.visual.blocks, *self.vlm.language_model.layers]
+
     def feature_spec(self, schema: TenantSchema, kind: str = "tokens") -> FeatureSpec:
         """See the class docstring.
 

@@ -18,6 +18,7 @@ from pathlib import Path
 
 import torch
 from tensordict import TensorDict
+from torch import nn
 
 from models.backbones.policies import DTYPES, INSTALL, checkpoint_folder, flatten_cache
 from nexus_lightning.backbone import Backbone, FeatureSegment, FeatureSpec, VLAFeature, check_observation
@@ -68,6 +69,11 @@ class Pi0Backbone(Backbone):
         """``(layers, 2, kv_heads, head_dim)`` of a token's keys and values."""
         text = self.prefix.config.vlm_config.text_config
         return text.num_hidden_layers, 2, text.num_key_value_heads, text.head_dim
+
+    def shardable_units(self) -> list[nn.Module]:
+        """Layers of the vision tower, then of the language model."""
+        vlm = self.prefix.vlm
+        return [*vlm.vision_tower.vision_model.encoder.layers, *vlm.language_model.layers]
 
     def feature_spec(self, schema: TenantSchema, kind: str = "kv") -> FeatureSpec:
         """See the class docstring.

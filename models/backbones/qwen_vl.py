@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 from tensordict import TensorDict
-from torch import Tensor
+from torch import Tensor, nn
 
 from models.backbones.vlm import VLMBackbone
 
@@ -16,6 +16,9 @@ class _QwenVL(VLMBackbone):
 
     action_token = "<|fim_pad|>"
     position_dim = 3
+
+    def vision_layers(self) -> nn.ModuleList:
+        return self.model.visual.blocks
 
     def _check_image_size(self, image_size: int) -> None:
         vision = self.model.config.vision_config

@@ -85,6 +85,10 @@ class SmolVLABackbone(Backbone):
         text = self.vlm.config.text_config
         return len(self.vlm.text_model.layers), 2, text.num_key_value_heads, text.head_dim
 
+    def shardable_units(self) -> list[nn.Module]:
+        """Layers of the vision tower, then of the language model."""
+        return [*self.vlm.vision_model.encoder.layers, *self.vlm.text_model.layers]
+
     def feature_spec(self, schema: TenantSchema, kind: str = "kv") -> FeatureSpec:
         """See the class docstring.
 

@@ -19,6 +19,9 @@ class SmolVLM2(VLMBackbone):
     architecture = "smolvlm"
     action_token = "<empty_output>"
 
+    def vision_layers(self) -> nn.ModuleList:
+        return self.model.vision_model.encoder.layers
+
     @property
     def text_model(self) -> nn.Module:
         return self.model.text_model

@@ -420,6 +420,14 @@ class VLMBackbone(Backbone):
             batch_size=size,
         )
 
+    def vision_layers(self) -> nn.ModuleList:
+        """The layers of the vision tower, in order."""
+        return self.model.vision_tower.vision_model.encoder.layers
+
+    def shardable_units(self) -> list[nn.Module]:
+        """Layers of the vision tower, then of the language model."""
+        return [*self.vision_layers(), *self.decoder_layers()]
+
     # For heads that continue the backbone (SharedBackbone.backbone): frozen layers, run privately.
 
     def decoder_layers(self) -> nn.ModuleList:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
+import torch
 from tensordict import TensorDict
 from torch import Tensor
 
 from nexus_lightning.objectives.policy_gradient import PolicyGradientObjective
 from nexus_lightning.objectives.sft import SFTObjective
+from nexus_lightning.placement.shares import Share
 
 
 class CoTrainingObjective:
@@ -23,23 +25,52 @@ class CoTrainingObjective:
         sft: the tenant's objective on demonstrations; its ``batch_size`` are drawn for every minibatch.
         weight: of the supervised loss, ``algorithm.sft_weight``.
         draw: the next n demonstrations with features, as :class:`SFTObjective` reads them.
+        share: which of them are this rank's. Every rank reads all of them: what its own weigh follows from the others.
     """
 
     encode_whole_job = PolicyGradientObjective.encode_whole_job
+    means = PolicyGradientObjective.means
 
     def __init__(
-        self, rl: PolicyGradientObjective, sft: SFTObjective, weight: float, draw: Callable[[int], TensorDict]
+        self,
+        rl: PolicyGradientObjective,
+        sft: SFTObjective,
+        weight: float,
+        draw: Callable[[int], TensorDict],
+        share: Share | None = None,
     ) -> None:
         self.rl, self.sft, self.weight, self.draw = rl, sft, weight, draw
+        self.share = Share() if share is None else share
 
     def minibatches(self, data: TensorDict) -> Iterator[TensorDict]:
         """Of the rollout."""
         return self.rl.minibatches(data)
 
-    def loss(self, batch: TensorDict, jobs_completed: int) -> dict[str, Tensor]:
-        """Those of :class:`PolicyGradientObjective`, and ``sft_loss`` (without its weight)."""
-        losses = self.rl.loss(batch, jobs_completed)
+    def loss(
+        self, batch: TensorDict | None, jobs_completed: int, shares: dict[str, float] | None = None
+    ) -> dict[str, Tensor]:
+        """Those of :class:`PolicyGradientObjective`, and ``sft_loss`` (without its weight).
+
+        With ``shares`` this rank's summands; ``batch`` None: it has no row of the rollout's minibatch.
+        """
+        losses = {}
+        if batch is not None:
+            given = (batch, jobs_completed) if shares is None else (batch, jobs_completed, shares)
+            losses = self.rl.loss(*given)
         if jobs_completed < self.rl.algorithm.value_warmup_jobs:
-            return losses
-        supervised = self.sft.loss(self.draw(self.sft.batch_size), jobs_completed)["loss"]
-        return {**losses, "loss": losses["loss"] + self.weight * supervised, "sft_loss": supervised.detach()}
+            return losses or {"loss": torch.zeros((), requires_grad=True)}
+        supervised = self._supervised(jobs_completed)
+        loss = self.weight * supervised
+        if "loss" in losses:
+            loss = losses["loss"] + loss
+        return {**losses, "loss": loss, "sft_loss": supervised.detach()}
+
+    def _supervised(self, jobs_completed: int) -> Tensor:
+        drawn = self.draw(self.sft.batch_size)
+        if self.share.count == 1:
+            return self.sft.loss(drawn, jobs_completed)["loss"]
+        rows, padding = self.share.padded_rows(len(drawn))
+        mine = drawn[rows[~padding]] if not bool(padding.all()) else drawn[:1]
+        weights = self.sft.row_weights(drawn)["loss"].double()
+        part = 0.0 if bool(padding.all()) else float(weights[rows[~padding]].sum() / weights.sum())
+        return self.sft.loss(mine, jobs_completed, {"loss": part})["loss"]

@@ -84,6 +84,8 @@ class IQLObjective:
 
     encode_whole_job = False
     fields = ("actions", "is_pad", "reward", "discount", "taken", "next_features", "next_state")
+    #: What the means in :meth:`loss` are taken over.
+    means = ("loss",)
 
     def __init__(
         self,
@@ -104,12 +106,23 @@ class IQLObjective:
             if len(batch):
                 yield batch
 
-    def loss(self, batch: TensorDict, jobs_completed: int) -> dict[str, Tensor]:
+    def row_weights(self, data: TensorDict) -> dict[str, Tensor]:
+        """1 for every sample of which something was carried out; what pads the batch of several ranks has no step."""
+        return {"loss": data["taken"].any(-1) & ~data["is_pad"].all(-1)}
+
+    def loss(self, batch: TensorDict, jobs_completed: int, shares: dict[str, float] | None = None) -> dict[str, Tensor]:
         """``loss`` and what is logged (scalars).
 
         ``policy_loss``, ``value_loss``, ``q_loss``, ``q`` and ``value`` (means), ``advantage`` (mean of Q - V),
         ``weight_share``: the effective number of samples over the number of samples.
+
+        With ``shares`` this rank's summands of the mean over all ranks' rows. Values are those of one rank; the policy
+        imitates what each rank draws from its own rows: their weights are relative to those rows.
         """
+        losses = self._loss(batch, jobs_completed)
+        return losses if shares is None else {k: v * shares["loss"] for k, v in losses.items()}
+
+    def _loss(self, batch: TensorDict, jobs_completed: int) -> dict[str, Tensor]:
         features, state = batch["features"], self.normalizer.normalize_state(batch["state"])
         actions, taken = self.normalizer.normalize_action(batch["actions"]), batch["taken"]
         target = self.q_target(batch)

@@ -329,7 +329,8 @@ class PolicyGradientObjective:
             behaviour, old = old, batch[PROXIMAL_LOG_PROB][mask]
             weight = importance_weights(old, behaviour)
             advantage = weight * advantage
-            metrics = {"importance_weight": weight.mean(), "behavior_kl": (behaviour - old).mean()}
+            part = 1.0 if shares is None else shares["units"]
+            metrics = {"importance_weight": part * weight.mean(), "behavior_kl": part * (behaviour - old).mean()}
         # Units of all rows side by side: a masked step is not in any mean. Hence no common batch size.
         units = TensorDict(
             {

@@ -19,8 +19,9 @@ These messages go over a gloo group of their own. Tensors (gradients) go over th
 from __future__ import annotations
 
 import hashlib
+import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -29,12 +30,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from nexus_lightning.placement.plan import Plan
 from nexus_lightning.queues.jobs import Job
 
 if TYPE_CHECKING:
+    from nexus_lightning.placement.membership import Order
     from nexus_lightning.runtime import Runtime
 
+log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 #: Seconds between two ticks of an idle run, and while another rank is not ready yet.
@@ -63,16 +65,21 @@ class Ranks:
         self._patient: Any = None
 
     @classmethod
-    def join(cls, plan: Plan) -> Ranks:
-        """Meet the other ranks that torchrun has started; with one process nothing happens."""
-        if plan.world_size == 1:
+    def join(cls, accelerator: str = "auto") -> Ranks:
+        """Meet the other ranks that torchrun has started; with one process nothing happens.
+
+        Before the configuration is looked at, so that what is wrong with one rank's is known to all.
+        """
+        size = int(os.environ.get("WORLD_SIZE", 1))
+        if size == 1:
             return cls()
-        ranks = cls(int(os.environ["RANK"]), plan.world_size, plan.ranks_per_node)
+        ranks = cls(int(os.environ["RANK"]), size, int(os.environ.get("LOCAL_WORLD_SIZE", size)))
         if not dist.is_initialized():
-            on_gpu = plan.kind == "cuda"
-            if on_gpu:
-                torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-            dist.init_process_group("nccl" if on_gpu else "gloo")
+            on_gpu = accelerator in ("auto", "gpu", "cuda") and torch.cuda.is_available()
+            local = int(os.environ["LOCAL_RANK"])
+            if on_gpu and local < torch.cuda.device_count():  # more ranks than devices are refused with the plan
+                torch.cuda.set_device(local)
+            dist.init_process_group("nccl" if on_gpu else "gloo", **_fresh_store())
             ranks._owns_group = True
         ranks._control = dist.new_group(backend="gloo")
         ranks._patient = dist.new_group(backend="gloo", timeout=PREPARATION_TIMEOUT)
@@ -112,6 +119,16 @@ class Ranks:
             return action()
         return self._share([self._attempt(action) if self.first else None], self._patient)
 
+    def spread(self, tensors: Iterable[Tensor]) -> None:
+        """Rank 0's values of ``tensors`` on every rank, in place."""
+        if self.size == 1:
+            return
+        for tensor in tensors:
+            value = tensor.detach().cpu().contiguous()
+            dist.broadcast(value, 0, group=self._control)
+            if not self.first:
+                tensor.copy_(value)
+
     def sum(self, values: Tensor) -> Tensor:
         """Sum over all ranks of a small CPU tensor, in place."""
         if self.size > 1:
@@ -146,6 +163,25 @@ class Ranks:
         return value
 
 
+def _fresh_store() -> dict[str, Any]:
+    """Arguments of ``init_process_group`` that keep ranks which torchrun has started again from meeting the dead ones.
+
+    torchrun's store outlives its ranks, and with it the addresses of those that died (pytorch#135712). On one machine
+    the number of restarts tells the attempts apart. Machines count restarts each for themselves: there torchrun must
+    not share its store (scripts/launch/torchrun.sh).
+    """
+    shared = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    if not shared or int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", 0)) == 0:
+        return {}
+    if int(os.environ["GROUP_WORLD_SIZE"]) > 1:
+        if os.environ["RANK"] == "0":
+            log.warning("torchrun may fail to restart several machines: set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1")
+        return {}
+    store, rank, size = next(dist.rendezvous("env://"))
+    attempt = os.environ["TORCHELASTIC_RESTART_COUNT"]
+    return {"store": dist.PrefixStore(f"attempt_{attempt}", store), "rank": rank, "world_size": size}
+
+
 @dataclass(frozen=True)
 class Failure:
     """Why a tenant is taken out: reason and traceback."""
@@ -161,19 +197,23 @@ class Report:
     Attributes:
         ready: job -> the policy version that acted (None: none did).
         failures: tenant -> what went wrong on this rank since the last tick.
-        stop: nothing more should be leased; ``interrupted``: because of a signal.
+        stop: nothing more may be leased; ``interrupted``: because of a signal.
+        done: every target is met.
         busy: evaluations are pending or running here.
         evaluations: finished shares of evaluations, (tenant, version, episodes, video).
         schedule: digest of every job that was leased here so far; the debug check compares it.
+        prepared: orders of tenants to join or leave that this rank can complete, or why it cannot.
         last: the last of them, for the message.
     """
 
     ready: dict[JobKey, int | None]
     failures: dict[str, Failure]
     stop: bool
+    done: bool
     interrupted: bool
     busy: bool
     evaluations: list[tuple[str, int, list[dict[str, Any]], Any]]
+    prepared: dict[int, str | None]
     schedule: str
     last: str
 
@@ -186,6 +226,8 @@ class Decision:
     stale: list[JobKey] = field(default_factory=list)
     failures: dict[str, Failure] = field(default_factory=dict)
     evaluations: list[Any] = field(default_factory=list)
+    begin: list[Order] = field(default_factory=list)
+    complete: dict[int, list[str | None]] = field(default_factory=dict)  # order -> what went wrong on each rank
     stop: bool = False
     interrupted: bool = False
     busy: bool = False
@@ -210,6 +252,7 @@ class Control:
     def next_jobs(self) -> list[Job]:
         """The next job group, leased here as everywhere; empty when the runtime has stopped."""
         while True:
+            self.runtime.prepare_jobs()  # calls no collective: a policy changes only when all ranks train it
             decision = self.tick(leasing=True)
             if decision.stop:
                 return []
@@ -234,6 +277,10 @@ class Control:
             runtime.scheduler.drop(ready[key].job_id, "policy_stale")
         for result, video in decision.evaluations:
             runtime.record_evaluation(result, video)
+        for order in decision.begin:
+            runtime.membership.begin(order)
+        for number, errors in decision.complete.items():
+            runtime.membership.complete(number, errors)
         runtime.interrupted |= decision.interrupted
         runtime.stopped |= decision.stop
         runtime.tick()
@@ -244,10 +291,12 @@ class Control:
         return Report(
             ready={job_key(job): job.behavior_policy_version for job in runtime.scheduler.ready()},
             failures=runtime.take_failures(),
-            stop=runtime.wants_to_stop(),
+            stop=runtime.must_stop(),
+            done=runtime.targets_met(),
             interrupted=runtime.interrupted,
             busy=busy,
             evaluations=runtime.take_evaluations(),
+            prepared=runtime.membership.prepared(),
             schedule=self._schedule.hexdigest(),
             last=self._last,
         )
@@ -266,11 +315,16 @@ class Control:
             busy=any(report.busy for report in reports),
         )
         # targets and job counts are the same everywhere; a signal or a deadline may have reached one rank only
-        decision.stop = leasing and any(report.stop for report in reports)
+        done = any(report.done for report in reports) and not runtime.membership.pending
+        decision.stop = leasing and (done or any(report.stop for report in reports))
         if not leasing or decision.stop:
             return decision
+        decision.begin = runtime.membership.take_new()
+        on_all = set.intersection(*(set(report.prepared) for report in reports))
+        decision.complete = {number: [report.prepared[number] for report in reports] for number in sorted(on_all)}
         common = set.intersection(*(set(report.ready) for report in reports))
-        common = {key for key in common if key[0] not in decision.failures}
+        out = {*decision.failures, *(order.tenant for order in decision.begin if order.verb == "leave")}
+        common = {key for key in common if key[0] not in out}
         versions = runtime.actor_versions()
         for key in sorted(common):
             bound = runtime.slots[key[0]].spec.config.max_policy_staleness
@@ -287,11 +341,14 @@ class Control:
         merged = []
         for rank, report in enumerate(reports):
             for tenant, version, episodes, video in report.evaluations:
+                if tenant not in self.runtime.slots:  # it has left meanwhile
+                    continue
                 shares = self._shares.setdefault((tenant, version), {})
                 shares[rank] = (episodes, video)
-                if len(shares) < self.runtime.num_evaluators(tenant):
+                if len(shares) < len(self.runtime.evaluating_ranks(tenant)):
                     continue
-                merged.append(self.runtime.merge_evaluation(tenant, version, [shares[r] for r in sorted(shares)]))
+                parts = [shares[r] for r in self.runtime.evaluating_ranks(tenant)]
+                merged.append(self.runtime.merge_evaluation(tenant, version, parts))
                 # An older version of which a rank has skipped its share, busy with something newer, is never whole.
                 self._shares = {k: v for k, v in self._shares.items() if k[0] != tenant or k[1] > version}
         return merged

@@ -17,6 +17,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -74,6 +75,22 @@ class Devices:
         if accelerator not in ("auto", "cpu"):
             raise ConfigError([f"placement.accelerator={accelerator}: there is none on this machine; use auto or cpu"])
         return cls("cpu", world_size, ranks_per_node, host, 1, host)
+
+
+def common_devices(by_rank: Sequence[Devices]) -> Devices:
+    """The launch as all ranks may count on it: the smallest memory that any of them has.
+
+    Raises:
+        ConfigError: their devices are not of one kind.
+    """
+    kinds = {devices.kind for devices in by_rank}
+    if len(kinds) > 1:
+        found = ", ".join(f"rank {rank} {devices.kind}" for rank, devices in enumerate(by_rank))
+        raise ConfigError([f"placement.accelerator: the ranks find different devices ({found}); use cpu, or fix them"])
+    hosts = [devices.host_bytes for devices in by_rank if devices.host_bytes is not None]
+    return replace(
+        by_rank[0], memory_bytes=min(d.memory_bytes for d in by_rank), host_bytes=min(hosts) if hosts else None
+    )
 
 
 @dataclass(frozen=True)
@@ -218,7 +235,7 @@ def resolve(config: NexusConfig, devices: Devices | None = None, figures: dict[s
     """
     placement = config.placement
     devices = Devices.here(placement.accelerator) if devices is None else devices
-    environments = {n: _environment_ranks(config, n, devices.world_size) for n in config.tenants}
+    environments = {n: environment_ranks(config, n, t, devices.world_size) for n, t in config.tenants.items()}
     environments = {name: ranks for name, ranks in environments.items() if ranks}
     problems = _launch_problems(config, devices) + _degree_problems(config, devices.world_size)
     if problems := problems + _share_problems(config, environments):
@@ -396,12 +413,11 @@ def _batch(tenant: TenantConfig, world_size: int) -> str:
     return f"{rows} = {world_size} x {each}" + (f" - {padding} of padding" if padding else "")
 
 
-def _environment_ranks(config: NexusConfig, name: str, world_size: int) -> tuple[int, ...]:
+def environment_ranks(config: NexusConfig, name: str, tenant: TenantConfig, world_size: int) -> tuple[int, ...]:
     """The ranks that run the tenant's simulators; none when it has no rollouts and no evaluation.
 
     A tenant that the configuration does not name is spread evenly over as many ranks as can share equally.
     """
-    tenant = config.tenants[name]
     if tenant.environment is None or (tenant.task != "rl" and not tenant.eval.episodes):
         return ()
     if name in config.placement.environments:

@@ -12,7 +12,6 @@ A sharded head has a whole *replica* per rank, refreshed after each job: it is p
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -58,6 +57,10 @@ def sharding_problems(config: NexusConfig, plan: Plan) -> list[str]:
         where = f"tenants.{name}: placement.heads.shard={plan.heads_shard}"
         if tenant.head.get("ema_decay") is not None:
             problems.append(f"{where}: head.ema_decay averages whole weights after every step; set it to null")
+        if tenant.algorithm is not None and tenant.algorithm.proximal:
+            problems.append(f"{where}: algorithm.proximal runs the head outside the steps; set it to false")
+        if tenant.algorithm is not None and tenant.algorithm.name == "iql":
+            problems.append(f"{where}: algorithm.name=iql has Q networks beside the head; use awr")
         if tenant.task == "rl" and name in plan.environments and len(plan.environments[name]) < plan.world_size:
             problems.append(
                 f"{where}: every rank must run the head, so every rank needs simulators of it; remove "
@@ -67,28 +70,21 @@ def sharding_problems(config: NexusConfig, plan: Plan) -> list[str]:
 
 
 def rank_problems(config: NexusConfig, plan: Plan) -> list[str]:
-    """What a plan may hold and a run cannot do yet: alone, and with several ranks."""
-    problems, device = [], config.placement.inference.device
-    if device != "training":
-        problems.append(f"placement.inference.device={device}: a run serves on the training device; use training")
-    if plan.world_size == 1:
-        return problems
-    for name, tenant in config.tenants.items():
-        algorithm, several = tenant.algorithm, f"is not built for several ranks (there are {plan.world_size})"
-        if algorithm is not None and algorithm.name == "iql":
-            problems.append(f"tenants.{name}.algorithm.name=iql: {several}; use awr, or one rank")
-        if algorithm is not None and algorithm.sft_weight is not None:
-            problems.append(f"tenants.{name}.algorithm.sft_weight={algorithm.sft_weight}: {several}; set it to null")
-        if algorithm is not None and algorithm.proximal:
-            problems.append(f"tenants.{name}.algorithm.proximal=true: {several}; set it to false")
-        if tenant.environment is not None and len(tenant.environment.tasks) > 1:
-            problems.append(f"tenants.{name}.environment.tasks={tenant.environment.tasks}: {several}; name one")
-    return problems
+    """What a plan may hold and a run cannot do."""
+    del plan
+    device = config.placement.inference.device
+    if device == "training":
+        return []
+    heads = {name: split_head(tenant.head)[0] for name, tenant in config.tenants.items()}
+    return [
+        f"tenants.{name}.head: {target.rsplit('.', 1)[-1]} continues the backbone that trains; use "
+        f"placement.inference.device=training instead of {device}"
+        for name, target in heads.items()
+        if getattr(get_class(target), "continues_backbone", False)
+    ]
 
 
-def shard_backbone(
-    backbone: Backbone, units: Sequence[nn.Module], mesh: DeviceMesh, placement: BackbonePlacement
-) -> None:
+def shard_backbone(backbone: Backbone, mesh: DeviceMesh, placement: BackbonePlacement) -> None:
     """In place: each of its units, then what is left. Every rank must enter ``encode`` together from now on."""
     options: dict[str, Any] = {
         "mesh": mesh,
@@ -96,7 +92,7 @@ def shard_backbone(
         "mp_policy": MixedPrecisionPolicy(param_dtype=DTYPES[placement.param_dtype], cast_forward_inputs=False),
         "offload_policy": CPUOffloadPolicy() if placement.cpu_offload else OffloadPolicy(),
     }
-    for unit in units:
+    for unit in backbone.shardable_units():
         fully_shard(unit, **options)
     fully_shard(backbone, **options)
     register_fsdp_forward_method(backbone, "encode")

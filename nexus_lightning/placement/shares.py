@@ -76,9 +76,13 @@ RowWeights = Mapping[str, Tensor]
 
 
 def cut_in_order(weights: Sequence[RowWeights], batch_size: int, rank: int) -> list[Minibatch]:
-    """Minibatch m is the m-th ``batch_size`` rows of every rank: the producers have cut the global batch and padded."""
-    counts = torch.stack([w.float() for w in weights[rank].values()]).sum(0) > 0  # padding weighs nothing
-    cut = torch.arange(len(counts)).split(batch_size)
+    """Minibatch m is the m-th ``batch_size`` rows of every rank: the producers have cut the global batch and padded.
+
+    One in which no rank's row counts is left out.
+    """
+    by_rank = [torch.stack([v.float() for v in w.values()]).sum(0) > 0 for w in weights]  # padding weighs nothing
+    counts = by_rank[rank]
+    cut = [r for r in torch.arange(len(counts)).split(batch_size) if any(bool(c[r].any()) for c in by_rank)]
     return [Minibatch(rows[counts[rows]], _shares(weights, [rows] * len(weights), rank)) for rows in cut]
 
 

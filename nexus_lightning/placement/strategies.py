@@ -8,16 +8,13 @@ training step sums the active heads' gradients in one flat all_reduce (``MultiTe
 from __future__ import annotations
 
 import copy
-from typing import Any, cast, override
+from typing import Any, override
 
 import torch
-import torch.distributed as dist
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor
 
 from nexus_lightning.config import PlacementConfig
-from nexus_lightning.memory import shard_units
 from nexus_lightning.module import MultiTenantModule
 from nexus_lightning.placement.plan import Plan
 from nexus_lightning.placement.sharding import needs_whole_backbone, shard_backbone, shard_head
@@ -35,9 +32,7 @@ class TenantDDP(DDPStrategy):
 
     @override
     def configure_ddp(self) -> None:
-        """No wrapper. Heads are built from seeds, alike on every rank; a broadcast makes sure of it. The backbone is
-        frozen and comes from the same file or seed: it is not sent."""
-        broadcast_tenants(cast(MultiTenantModule, self.lightning_module))
+        """No wrapper. Tenants' weights are alike on every rank before Lightning sees them (see ``trainer.train``)."""
 
 
 class TenantFSDP2(ModelParallelStrategy):
@@ -52,12 +47,16 @@ class TenantFSDP2(ModelParallelStrategy):
         assert module.runtime is not None
         plan, device = self.plan, self.root_device.type
         mesh = init_device_mesh(device, (plan.replicate, plan.shard), mesh_dim_names=("replicate", "shard"))
-        if needs_whole_backbone(module.runtime.config):
+        inference = self.placement.inference.device
+        if inference != "training" or needs_whole_backbone(module.runtime.config):
             # the whole one is the inference server's and the readers'; the actor's shards are a copy
             module.backbone = copy.deepcopy(module.runtime.backbone)
-        shard_backbone(module.backbone, shard_units(module.backbone), mesh["shard"], self.placement.backbone)
+            module.runtime.backbone.to(self.root_device if inference == "training" else inference)
+        shard_backbone(module.backbone, mesh["shard"], self.placement.backbone)
         module.sharded_backbone = True
         if plan.heads_shard > 1:
+            # with one copy there is nobody to sum with beyond the shards
+            mesh = mesh if plan.replicate > 1 else mesh["shard"]
             for slot in module.slots.values():
                 slot.replica = shard_head(slot.head, mesh)
             module.build_objectives()
@@ -67,11 +66,6 @@ class TenantFSDP2(ModelParallelStrategy):
     def restore_checkpoint_after_setup(self) -> bool:
         """As with the other strategies: the module restores its slots when it configures their optimizers."""
         return False
-
-    @override
-    def model_to_device(self) -> None:
-        super().model_to_device()
-        broadcast_tenants(cast(MultiTenantModule, self.lightning_module))
 
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
@@ -86,11 +80,3 @@ class TenantFSDP2(ModelParallelStrategy):
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         del weights_only
         return torch.load(checkpoint_path, map_location="cpu", weights_only=True)
-
-
-def broadcast_tenants(module: MultiTenantModule) -> None:
-    """Rank 0's whole heads and normalisers on every rank."""
-    for part in (module.heads, module.normalizers):
-        for tensor in part.state_dict().values():
-            if not isinstance(tensor, DTensor):
-                dist.broadcast(tensor, 0)

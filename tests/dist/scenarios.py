@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import copy
 import os
+import runpy
+import signal
+import sys
+import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +18,7 @@ import torch
 
 from models.heads.mlp import ChunkMLPHead
 from nexus_lightning.checkpoint import read_payload, resolve_payload
+from nexus_lightning.config import dataset_root
 from nexus_lightning.placement.control import Control, Ranks
 from nexus_lightning.trainer import train
 
@@ -22,17 +29,23 @@ def rank() -> int:
     return int(os.environ.get("RANK", 0))
 
 
-def toy(folder: Path, *overrides: str, backbone: dict | None = None, jobs: int = 3) -> Any:
-    """The real configuration, shrunk; heads draw nothing in their loss unless a test says so."""
+@cache
+def composed(*overrides: str) -> Any:
     from hydra import compose, initialize_config_dir
 
     from nexus_lightning.config import head_overrides, register_configs, to_config
 
     register_configs()
     with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
-        given = [f"output_dir={folder}/outputs", f"data_dir={folder}/data", "logger=csv"]
-        cfg = compose("config", overrides=[*given, "trainer.enable_progress_bar=false", *head_overrides([*overrides])])
-    config = to_config(cfg, head_dir=ROOT / "conf" / "head")
+        given = ["logger=csv", "trainer.enable_progress_bar=false"]
+        return to_config(compose("config", overrides=[*given, *head_overrides([*overrides])]), ROOT / "conf" / "head")
+
+
+def toy(folder: Path, *overrides: str, backbone: dict | None = None, jobs: int = 3) -> Any:
+    """The real configuration, shrunk; heads draw nothing in their loss unless a test says so."""
+    named = [o.removeprefix("run_name=") for o in overrides if o.startswith("run_name=")]
+    config = copy.deepcopy(composed(*(o for o in overrides if not o.startswith("run_name="))))
+    config.output_dir, config.data_dir, config.run_name = f"{folder}/outputs", f"{folder}/data", named[0]
     config.backbone = backbone or {"_target_": "fakes.FakeBackbone"}
     for tenant in config.tenants.values():
         tenant.eval = replace(tenant.eval, episodes=5, every_n_jobs=None, at_start=False, video=False)
@@ -54,7 +67,8 @@ def result(summary: dict[str, Any]) -> dict[str, Any]:
     for name in summary["tenants"]:
         if (run_dir / "tenants" / name).is_dir():
             payload = read_payload(resolve_payload(run_dir / "tenants" / name))
-            payloads[name] = {"tensors": payload.tensors, "optimizer": payload.optimizer, "state": payload.state}
+            names = ("tensors", "optimizer", "state", "rng")
+            payloads[name] = {key: getattr(payload, key) for key in names}
     metrics = (run_dir / "metrics.csv").read_text() if (run_dir / "metrics.csv").exists() else ""
     return {"summary": summary, "payloads": payloads, "metrics": metrics, "files": sorted(os.listdir(run_dir))}
 
@@ -101,6 +115,32 @@ def grpo(folder: Path, *placement: str) -> dict:
     return run(folder, "+tenants=[toy]", "run_name=grpo", *placement, change=change)
 
 
+def mixed(folder: Path, *placement: str) -> dict:
+    """Two tasks, demonstrations mixed in (a batch that two ranks cannot share equally), decoupled PPO that encodes
+    observations for the actor's stage and again."""
+
+    def change(config: Any) -> None:
+        demonstrations, tenant = config.tenants.pop("toy_sft"), config.tenants["toy"]
+        root = dataset_root(demonstrations, config.data_dir)  # recorded by an earlier scenario
+        tenant.dataset = replace(demonstrations.dataset, root=str(root), record=None, batch_size=15)
+        tenant.environment.tasks = ["plain", "mirrored"]
+        tenant.algorithm.sft_weight, tenant.algorithm.proximal, tenant.algorithm.minibatch_size = 0.5, True, 12
+        tenant.algorithm.value_warmup_jobs, tenant.features.reuse = 1, "never"
+
+    return run(folder, "+tenants=[toy,toy_sft]", "run_name=mixed", *placement, change=change)
+
+
+def iql(folder: Path, *placement: str) -> dict:
+    """Values alone: what the policy imitates is drawn on each rank."""
+
+    def change(config: Any) -> None:
+        tenant = config.tenants["toy_offline"]
+        tenant.algorithm.name, tenant.algorithm.value_warmup_jobs = "iql", 100
+        tenant.dataset.batch_size = 15
+
+    return run(folder, "+tenants=[toy_offline]", "run_name=iql", *placement, change=change)
+
+
 def on_some(folder: Path) -> dict:
     """A tenant's simulators on rank 1 alone."""
     return run(folder, "+tenants=[toy]", "run_name=on_some", "+placement.environments.toy=[1]")
@@ -143,18 +183,40 @@ def alone(folder: Path, *placement: str) -> dict:
 
 def producer_fails(folder: Path) -> dict:
     """Rank 1's simulators of one tenant break."""
+    from nexus_lightning.producers.rollouts import RolloutProducer
 
-    def change(config: Any) -> None:
+    roll_out = RolloutProducer._roll_out
+
+    def breaks(self: RolloutProducer, *args: Any) -> None:
         if rank() == 1:
-            config.tenants["toy"].environment.simulator["reward"] = "none such"
+            raise OSError("the simulator is gone")
+        roll_out(self, *args)
 
-    return run(folder, "+tenants=[toy,toy_sft]", "run_name=producer", change=change)
+    RolloutProducer._roll_out = breaks  # type: ignore[method-assign]
+    try:
+        return run(folder, "+tenants=[toy,toy_sft]", "run_name=producer")
+    finally:
+        RolloutProducer._roll_out = roll_out  # type: ignore[method-assign]
+
+
+def refused(folder: Path, change: str) -> str:
+    """What a run says whose configuration rank 1 alone has changed."""
+
+    def differ(config: Any) -> None:
+        if rank() == 1 and change == "differs":
+            config.tenants["toy_sft"].head["lr"], config.seed = 0.5, 7
+        if rank() == 1 and change == "wrong":
+            config.tenants["toy_sft"].weight = 0.0
+
+    try:
+        run(folder, "+tenants=[toy_sft]", "run_name=refused", change=differ)
+    except ValueError as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing was noticed"
 
 
 def interrupted(folder: Path) -> dict:
     """Rank 1 alone gets a SIGTERM after two jobs."""
-    import signal
-
     from nexus_lightning.runtime import Runtime
 
     complete = Runtime.complete
@@ -220,13 +282,132 @@ def resume(folder: Path, run_dir: str | None, max_jobs: int | None, *placement: 
     return run(folder, "+tenants=[toy,toy_sft]", "run_name=resume", *placement, change=change)
 
 
-def several(folder: Path, *calls: tuple) -> dict[str, Any]:
-    """Scenarios one after the other in the same ranks: ``(key, name, *args)``."""
+def joins(folder: Path, *placement: str) -> dict:
+    """After the first tenant's first job two more are asked for (sft and rl), one that cannot be built and a visitor,
+    who is sent away once the first one is done."""
+    from nexus_lightning.runtime import Runtime
+
+    complete, asked, said = Runtime.complete, {}, {}
+    extra = toy(folder, "+tenants=[toy,toy_sft]", "run_name=extra", jobs=2)
+    visitor = copy.deepcopy(extra.tenants["toy_sft"])
+    visitor.target_jobs = 10_000
+    broken = copy.deepcopy(extra.tenants["toy_sft"])
+    broken.head["_target_"] = f"{__name__}.NotOnRank1"
+
+    def complete_and_ask(self: Runtime, slot: Any, *args: Any) -> None:
+        complete(self, slot, *args)
+        if not self.ranks.first:
+            return
+        if not asked:
+            tenants = {"late": extra.tenants["toy_sft"], "late_rl": extra.tenants["toy"], "visitor": visitor}
+            asked.update({name: self.membership.join(name, tenant) for name, tenant in tenants.items()})
+            if self.ranks.size > 1:
+                asked["broken"] = self.membership.join("broken", broken)
+        elif slot.name == "visitor" and "gone" not in asked and self.slots["first"].jobs_completed == 4:
+            asked["gone"] = self.membership.leave("visitor")
+
+    Runtime.complete = complete_and_ask  # type: ignore[method-assign]
+    try:
+        done = run(folder, "+tenant@tenants.first=toy_sft", "run_name=joins", *placement, jobs=4)
+    finally:
+        Runtime.complete = complete  # type: ignore[method-assign]
+    for name, future in asked.items():
+        said[name] = str(future.exception(timeout=1) or "done")
+    visited = Path(done["summary"]["run_dir"]) / "tenants" / "visitor" / "latest"
+    return {**done, "said": said, "visited": visited.is_file()}
+
+
+class NotOnRank1(ChunkMLPHead):
+    """Cannot be built on rank 1 (a test double)."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        if rank() == 1:
+            raise OSError("no such file on rank 1")
+        super().__init__(*args, **kwargs)
+
+
+# ------------------------------------------------------------------------------------------------- under torchrun
+
+#: The scenario ``sft``, as arguments of train.py.
+SFT = (
+    "+tenants=[toy_sft]",
+    "logger=csv",
+    "trainer.enable_progress_bar=false",
+    "trainer.checkpoint_every_n_jobs=1",
+    "tenants.toy_sft.target_jobs=3",
+    "tenants.toy_sft.max_in_flight=1",
+    "tenants.toy_sft.head.state_noise=0.0",
+    *(f"tenants.toy_sft.dataset.{o}" for o in ("record.workers=1", "record.episodes=6", "batch_size=32")),
+    "tenants.toy_sft.dataset.batches_per_job=4",
+    *(f"tenants.toy_sft.eval.{o}" for o in ("episodes=5", "every_n_jobs=null", "at_start=false", "video=false")),
+)
+FAKE = (
+    "backbone._target_=fakes.FakeBackbone",
+    "~backbone.pretrained",
+    "~backbone.blind",
+    "~backbone.cached_instructions",
+)
+
+
+def train_py(folder: Path, *arguments: str) -> None:
+    """The command line in this process."""
+    no_pictures()
+    os.chdir(ROOT)
+    sys.argv = ["train.py", *arguments, f"output_dir={folder}/outputs", f"data_dir={folder.parent}/data"]
+    runpy.run_path("train.py", run_name="__main__")
+
+
+class AlwaysNaN(ChunkMLPHead):
+    """A test double."""
+
+    def loss(self, features, state, actions, is_pad):
+        return {k: v * float("nan") for k, v in super().loss(features, state, actions, is_pad).items()}
+
+
+class KilledOnce(ChunkMLPHead):
+    """Its process on rank 1 is killed in its seventh loss (the second job), unless torchrun has started it again."""
+
+    def loss(self, features, state, actions, is_pad):
+        self.calls = getattr(self, "calls", 0) + 1
+        if self.calls == 7 and rank() == 1 and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().loss(features, state, actions, is_pad)
+
+
+def dies(folder: Path, *arguments: str) -> None:
+    """The command line; rank 1 fails outside any tenant's part after its second job."""
+    from nexus_lightning.runtime import Runtime
+
+    complete = Runtime.complete
+
+    def complete_and_fail(self: Runtime, *args: Any) -> None:
+        complete(self, *args)
+        if self.job_index == 2 and rank() == 1:
+            raise MemoryError("rank 1 is out of memory")
+
+    Runtime.complete = complete_and_fail  # type: ignore[method-assign]
+    train_py(folder, *arguments)
+
+
+def placement_bench(folder: Path, arguments: list[str]) -> None:
+    """What torchrun starts for ``scripts/bench/placement.py``."""
+    from scripts.bench import placement
+
+    placement.work(placement._options(arguments), folder)
+
+
+def no_pictures() -> None:
+    """A report's pictures take seconds."""
     import nexus_lightning.trainer
 
-    nexus_lightning.trainer.write_report = lambda run_dir: None  # pictures take seconds
+    nexus_lightning.trainer.write_report = lambda run_dir: None
+
+
+def several(folder: Path, *calls: tuple) -> dict[str, Any]:
+    """Scenarios one after the other in the same ranks: ``(key, name, *args)``."""
+    no_pictures()
     done = {}
     for key, name, *args in calls:
-        print(f"=== {key}", flush=True)
+        print(f"=== {key} {time.strftime('%X')}", flush=True)
         done[key] = globals()[name](folder, *args)
     return done

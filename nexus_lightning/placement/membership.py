@@ -1,0 +1,295 @@
+"""Tenants that join and leave a live run, at the same place between two jobs on every rank.
+
+Rank 0 is asked, from any thread. What takes long (recording and opening a dataset, closing simulators) happens in
+threads while the others train; the rest between two jobs, on all ranks in the same tick (``placement.control``)::
+
+    join   rank 0 prepares --> order (plain data) --> others prepare --> all are done --> slots are built and started
+    leave  order --> jobs fail, producers are asked to stop --> their threads have ended on all --> nothing is left
+
+What goes wrong on one rank undoes the join on all, and is what the caller's future raises.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import logging
+import threading
+import traceback
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from nexus_lightning.config import ConfigError, TenantConfig, dataset_root, tenant_problems
+from nexus_lightning.memory import Admission, free_bytes, head_memory
+from nexus_lightning.placement.plan import environment_ranks
+from nexus_lightning.placement.sharding import needs_whole_backbone
+from nexus_lightning.producers.demonstrations import dataset_stats, open_dataset
+from nexus_lightning.tenant import TenantSlot, TenantSpec, build_slot
+
+if TYPE_CHECKING:
+    from nexus_lightning.runtime import Runtime
+
+log = logging.getLogger(__name__)
+T = TypeVar("T")
+
+
+class RunEnded(RuntimeError):
+    """Asked of a run that is over."""
+
+
+class MembershipFailed(RuntimeError):
+    """A tenant could not join or leave; the run goes on without a trace of the attempt."""
+
+
+@dataclass(frozen=True)
+class Order:
+    """What rank 0 tells the others: ``join`` (with the tenant's configuration) or ``leave``."""
+
+    number: int
+    verb: str
+    tenant: str
+    config: TenantConfig | None = None
+
+
+class Membership:
+    """Orders of one rank; see the module docstring."""
+
+    def __init__(self, runtime: Runtime) -> None:
+        self.runtime = runtime
+        self._numbers = itertools.count()
+        self._lock = threading.Lock()
+        self._orders: dict[int, Order] = {}  # not completed
+        self._prepared: dict[int, str | None] = {}  # ready to be completed here, or why not
+        self._data: dict[int, Any] = {}  # of those: (dataset, statistics), or the producers that have ended
+        self._futures: dict[int, Future[None]] = {}  # rank 0
+        self._new: list[Order] = []  # rank 0: to be told to the others
+        self._closed = False
+
+    # ---- rank 0, any thread --------------------------------------------------------------------------------------
+
+    def join(self, name: str, config: TenantConfig) -> Future[None]:
+        """A tenant joins and begins to work. The future is done when it does.
+
+        Raises:
+            ConfigError: the tenant is not valid, or cannot live in this run.
+            RunEnded: the run is over; so does the future when it ends before the tenant's turn.
+            MembershipFailed: (the future) it could not be built on some rank.
+        """
+        if problems := self._problems(name, config):
+            raise ConfigError(problems)
+        return self._order("join", name, config)
+
+    def leave(self, name: str) -> Future[None]:
+        """A tenant leaves: its policy is saved, nothing of it stays in memory.
+
+        Raises:
+            ValueError: there is no such tenant.
+            RunEnded, MembershipFailed: as for :meth:`join`.
+        """
+        if name not in self.runtime.slots:
+            raise ValueError(f"tenant {name!r} is not in this run; there are {', '.join(self.runtime.slots) or 'none'}")
+        return self._order("leave", name)
+
+    def _problems(self, name: str, config: TenantConfig) -> list[str]:
+        runtime, key = self.runtime, f"tenants.{name}"
+        problems = tenant_problems(key, name, config, runtime.config)
+        if name in runtime.slots:
+            problems.append(f"{key}: is there already; let it leave first, or choose another name")
+        if config.init_from.recipe is not None:
+            problems.append(f"{key}.init_from.recipe: a live run trains no recipes; give init_from.path")
+        if runtime.config.placement.heads.shard > 1:
+            problems.append(f"{key}: cannot join with placement.heads.shard={runtime.config.placement.heads.shard}")
+        only_shards = runtime.actor.sharded_backbone and runtime.backbone is runtime.actor.backbone
+        if only_shards and needs_whole_backbone(replace(runtime.config, tenants={name: config})):
+            problems.append(
+                f"{key}: needs the backbone whole, and this run holds only shards of it; start it with a tenant that "
+                "has rollouts, evaluations or stored features, or use features.reuse=never and eval.episodes=0 (sft)"
+            )
+        return problems
+
+    def _order(self, verb: str, name: str, config: TenantConfig | None = None) -> Future[None]:
+        assert self.runtime.ranks.first, "rank 0 speaks for all"
+        future: Future[None] = Future()
+        with self._lock:
+            if self._closed:
+                raise RunEnded("the run has ended")
+            if any(order.tenant == name for order in self._orders.values()):
+                raise ValueError(f"tenant {name!r} is joining or leaving already")
+            order = Order(next(self._numbers), verb, name, config)
+            self._orders[order.number], self._futures[order.number] = order, future
+        if verb == "join":
+            self._in_thread(order, self._open)
+        elif self.runtime.control is None:
+            self.runtime.call(lambda: self.begin(order))
+        else:
+            self._tell(order)
+        return future
+
+    def _tell(self, order: Order) -> None:
+        with self._lock:
+            self._new.append(order)
+
+    # ---- preparation, in threads ---------------------------------------------------------------------------------
+
+    def _in_thread(self, order: Order, action: Callable[[Order], Any]) -> None:
+        threading.Thread(target=self._prepare, args=(order, action), name=f"{order.verb}-{order.tenant}").start()
+
+    def _prepare(self, order: Order, action: Callable[[Order], Any]) -> None:
+        runtime, error = self.runtime, None
+        try:
+            self._data[order.number] = action(order)
+        except Exception as raised:
+            error = f"{type(raised).__name__}: {raised}"
+            log.warning("tenant %s: cannot %s\n%s", order.tenant, order.verb, traceback.format_exc())
+        first = runtime.ranks.first and order.verb == "join"
+        with self._lock:
+            if self._closed:
+                return
+            if first and error is not None:  # nobody else knows of it
+                self._answer(order.number, error)
+                return
+            self._prepared[order.number] = error
+        if runtime.control is None:
+            with contextlib.suppress(RunEnded):  # the future is told by `close`
+                runtime.call(lambda: self.complete(order.number, [error]))
+        elif first:
+            self._tell(order)
+
+    def _open(self, order: Order) -> tuple[Any, Any]:
+        """The tenant's dataset and its statistics; rank 0 records it first when it is not there."""
+        from nexus_lightning.trainer import record_dataset  # imports the runtime
+
+        config = order.config
+        assert config is not None
+        if config.dataset is None:
+            return None, None
+        data_dir, spec = self.runtime.config.data_dir, TenantSpec.compile(order.tenant, config, 0)
+        if self.runtime.ranks.first:
+            record_dataset(order.tenant, config, data_dir)
+        dataset = open_dataset(config.dataset, spec.schema, dataset_root(config, data_dir))
+        return dataset, dataset_stats(dataset, config.dataset, spec.schema)
+
+    # ---- every rank, between two jobs ----------------------------------------------------------------------------
+
+    @property
+    def pending(self) -> bool:
+        """Tenants are on their way: the run does not end for want of work."""
+        with self._lock:
+            return bool(self._orders)
+
+    def prepared(self) -> dict[int, str | None]:
+        """Orders that this rank is ready to complete, or why it never will be."""
+        with self._lock:
+            return dict(self._prepared)
+
+    def take_new(self) -> list[Order]:
+        """Rank 0: orders that the others do not know yet."""
+        with self._lock:
+            new, self._new = self._new, []
+        return new
+
+    def begin(self, order: Order) -> None:
+        """What rank 0 has told."""
+        with self._lock:
+            self._orders[order.number] = order
+        if order.verb == "leave":
+            leaving = self.runtime.stop_workload(order.tenant)
+
+            def wait(order: Order) -> list[Any]:
+                for producer in leaving:
+                    producer.join()
+                return leaving
+
+            self._in_thread(order, wait)
+        elif not self.runtime.ranks.first:  # which has prepared it already
+            self._in_thread(order, self._open)
+
+    def complete(self, number: int, errors: list[str | None]) -> None:
+        """All ranks are ready, or some has said (``errors``, by rank) why it is not."""
+        with self._lock:
+            order = self._orders[number]
+            self._prepared.pop(number, None)
+        data, error = self._data.pop(number, None), _first(errors)
+        if error is None and order.verb == "join":
+            error = self._enter(order, *data)
+        elif error is None:
+            _, error = self._agreed(lambda: self._remove(order, data))
+        with self._lock:
+            self._answer(number, error)
+
+    def _answer(self, number: int, error: str | None) -> None:
+        order, future = self._orders.pop(number), self._futures.pop(number, None)
+        if future is not None and error is not None:
+            future.set_exception(MembershipFailed(f"tenant {order.tenant!r} cannot {order.verb}: {error}"))
+        elif future is not None:
+            future.set_result(None)
+
+    def _enter(self, order: Order, dataset: Any, stats: Any) -> str | None:
+        runtime, name = self.runtime, order.tenant
+        slot, error = self._agreed(lambda: self._build(order, stats))
+        if slot is None or error is not None:
+            return error
+        runtime.ranks.spread(slot.tensors().values())
+        _, error = self._agreed(lambda: self._start(slot, dataset, stats))
+        if error is not None and name in runtime.slots:
+            leaving = runtime.stop_workload(name)
+            for producer in leaving:
+                producer.join()
+            runtime.remove_tenant(name)
+        return error
+
+    def _build(self, order: Order, stats: Any) -> TenantSlot:
+        from nexus_lightning.checkpoint import resolve_payload
+        from nexus_lightning.trainer import load_start
+
+        runtime, config = self.runtime, order.config
+        assert config is not None
+        spec = TenantSpec.compile(order.tenant, config, runtime.config.seed)
+        slot = build_slot(spec, runtime.backbone, *(stats or (None, None)))
+        memory = head_memory(slot.head, slot.ema is not None, slot.critic)
+        Admission(free_bytes(runtime.backbone.device)).admit(order.tenant, memory.total_bytes)
+        if config.init_from.path is not None:
+            load_start(slot, resolve_payload(config.init_from.path), runtime.backbone)
+        return slot
+
+    def _start(self, slot: TenantSlot, dataset: Any, stats: Any) -> None:
+        runtime, config = self.runtime, slot.spec.config
+        ranks = environment_ranks(runtime.config, slot.name, config, runtime.ranks.size)
+        if ranks:
+            runtime.config.placement.environments[slot.name] = list(ranks)
+        runtime.add_tenant(slot)
+        # statistics of a payload that it starts from stay
+        runtime.start_workload(slot.name, config, dataset, None if config.init_from.given else stats)
+
+    def _remove(self, order: Order, producers: list[Any]) -> None:
+        self.runtime.end_workload(order.tenant, producers)
+        self.runtime.remove_tenant(order.tenant)
+        self.runtime.config.placement.environments.pop(order.tenant, None)
+
+    def _agreed(self, action: Callable[[], T]) -> tuple[T | None, str | None]:
+        """What ``action`` gave here, and what went wrong on the first rank on which something did."""
+        value, error = None, None
+        try:
+            value = action()
+        except Exception as raised:
+            error = f"{type(raised).__name__}: {raised}"
+            log.warning("a tenant cannot join or leave\n%s", traceback.format_exc())
+        return value, _first(self.runtime.ranks.gather(error))
+
+    def close(self) -> None:
+        """The run is over: whoever still waits is told so."""
+        with self._lock:
+            self._closed = True
+            futures, self._futures = list(self._futures.values()), {}
+        for future in futures:
+            future.set_exception(RunEnded("the run has ended"))
+
+
+def _first(errors: list[str | None]) -> str | None:
+    """The lowest rank's, with the rank where there are several."""
+    for rank, error in enumerate(errors):
+        if error is not None:
+            return error if len(errors) == 1 else f"{error} (on rank {rank})"
+    return None
