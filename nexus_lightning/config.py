@@ -606,6 +606,8 @@ def _tenant_problems(key: str, name: str, tenant: TenantConfig, config: NexusCon
         problems.append(f"{key}.features.reuse={tenant.features.reuse}: choose one of {', '.join(FEATURE_REUSE)}")
     if tenant.eval.episodes < 0:
         problems.append(f"{key}.eval.episodes={tenant.eval.episodes}: must be at least 1, or 0 for no evaluation")
+    if tenant.eval.first_seed < 0:
+        problems.append(f"{key}.eval.first_seed={tenant.eval.first_seed}: must be at least 0")
     if tenant.eval.num_envs < 1:
         problems.append(f"{key}.eval.num_envs={tenant.eval.num_envs}: must be at least 1")
     if tenant.eval.every_n_jobs is not None and tenant.eval.every_n_jobs < 1:
@@ -913,6 +915,11 @@ def _rl_problems(key: str, tenant: TenantConfig, schema: TenantSchema, config: N
     if algorithm.chunks_per_job is None:
         return [*problems, f"{key}.algorithm.chunks_per_job: a value is required"]
     problems += _group_problems(key, algorithm, tenant.environment, tenant.schema.execute)
+    if algorithm.clip_epsilon <= 0:
+        problems.append(f"{key}.algorithm.clip_epsilon={algorithm.clip_epsilon}: must be positive")
+    for name in ("entropy_coef", "critic_coef", "value_warmup_jobs"):
+        if getattr(algorithm, name) < 0:
+            problems.append(f"{key}.algorithm.{name}={getattr(algorithm, name)}: must not be negative")
     if algorithm.name == "reinforce" and algorithm.epochs != 1:
         problems.append(f"{key}.algorithm.epochs={algorithm.epochs}: reinforce uses each rollout once; set it to 1")
     if algorithm.name == "reinforce" and algorithm.entropy_coef:

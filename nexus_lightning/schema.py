@@ -113,6 +113,8 @@ class TenantSchema:
         for key in ("state_dim", "action_dim", "chunk", "execute"):
             if getattr(self, key) < 1:
                 found.append(f"{key}={getattr(self, key)}: must be at least 1")
+        if not 0 < self.control_hz < float("inf"):
+            found.append(f"control_hz={self.control_hz}: must be positive")
         if self.execute > self.chunk:
             found.append(f"execute={self.execute}: must not exceed chunk={self.chunk}")
         if len(set(self.cameras)) != len(self.cameras):

@@ -499,7 +499,7 @@ class Futures:
             shown = await asyncio.to_thread(lambda: [self.show(owner_id, future_id) for future_id in future_ids])
         read = [one["future_id"] for one in shown if one["status"] in ENDED and not one["data_bytes"]]
         if read:
-            await asyncio.to_thread(self._store.deliver, read)
+            await asyncio.to_thread(self._store.deliver, read, self._clock())
         return shown
 
     async def until_ended(self, future_ids: Iterable[str], timeout_s: float) -> None:
@@ -539,7 +539,7 @@ class Futures:
             data = self._store.result_path(future_id).read_bytes()
         except FileNotFoundError:
             raise Gone(f"future {future_id}: its result was delivered and dropped") from None
-        self._store.deliver([future_id])
+        self._store.deliver([future_id], self._clock())
         return data
 
     # ---------------------------------------------------------------------------------------------------------- close

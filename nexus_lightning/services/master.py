@@ -353,7 +353,10 @@ class Master(LowLevelVerbs):
 
     def _build(self, tenant_id: str, config: TenantConfig, payload: Payload | None) -> int:
         """On the actor thread: a new head draws from the global generator. Returns the bytes the tenant needs."""
-        slot = build_slot(TenantSpec.compile(tenant_id, config, self.config.seed), self.module.backbone)
+        try:
+            slot = build_slot(TenantSpec.compile(tenant_id, config, self.config.seed), self.module.backbone)
+        except (ValueError, TypeError, RuntimeError) as error:  # what only the head itself can tell
+            raise InvalidRequest(f"spec.head: cannot be built: {error}") from error
         slot.ended = True
         needed = head_memory(slot.head, slot.ema is not None, slot.critic).total_bytes
         try:

@@ -59,6 +59,7 @@ class EntryConfig:
         default_factory=list
     )  # what a request may set: paths in `config`, known by their last part
     most: dict[str, float] = field(default_factory=dict)  # largest value of an allowed number, by its last part
+    choices: dict[str, list[Any]] = field(default_factory=dict)  # of an allowed key, by its last part
     from_schema: list[str] = field(default_factory=list)  # environments: simulator arguments that the schema knows
     environment: str | None = None  # datasets: the environment that it is recorded and by default evaluated in
 
@@ -175,8 +176,9 @@ def serve_problems(config: ServeConfig) -> list[str]:
                 problems.append(f"{where}.allow={entry.allow}: two paths end in one name")
             if odd := [path for path in entry.allow if "_target_" in path or path.startswith("_")]:
                 problems.append(f"{where}.allow: {odd} would let a request name a class; remove them")
-            if odd := sorted(set(entry.most) - set(names)):
-                problems.append(f"{where}.most: {odd} are not in allow")
+            for bound in ("most", "choices"):
+                if odd := sorted(set(getattr(entry, bound)) - set(names)):
+                    problems.append(f"{where}.{bound}: {odd} are not in allow")
             if entry.environment is not None and entry.environment not in config.registry.environments:
                 problems.append(f"{where}.environment={entry.environment}: not in registry.environments")
     return problems
@@ -318,15 +320,14 @@ class Compiler:
             if name not in paths:
                 problems.append(f"{key}.{name}={value!r}: not to be set; may be set: {', '.join(paths) or 'nothing'}")
                 continue
-            most = entry.most.get(name)
-            if most is not None and not (isinstance(value, int | float) and 0 <= value <= most):
-                problems.append(f"{key}.{name}={value!r}: a number of at most {most:g}")
-                continue
             *parents, last = paths[name].split(".")
             target = values
             for parent in parents:
                 target = target.setdefault(parent, {})
-            target[last] = value
+            if problem := _value_problem(value, target.get(last), entry.most.get(name), entry.choices.get(name)):
+                problems.append(f"{key}.{name}={value!r}: {problem}")
+            else:
+                target[last] = value
         return values
 
     def _share_problems(self, spec: Mapping[str, Any]) -> list[str]:
@@ -342,6 +343,26 @@ class Compiler:
             for key, (least, most) in bounds.items()
             if key in spec and not (isinstance(spec[key], int | float) and least <= spec[key] <= most)
         ]
+
+
+def _value_problem(value: Any, default: Any, most: float | None, choices: list[Any] | None) -> str | None:
+    """Why a request may not set this value: it must be of the default's kind, within the operator's bounds."""
+    if choices is not None:
+        return None if value in choices else f"choose one of {', '.join(map(str, choices))}"
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    if most is not None and not (number and 0 <= value <= most):
+        return f"a number of at most {most:g}"
+    if isinstance(default, bool):
+        return None if isinstance(value, bool) else "true or false"
+    if isinstance(default, int):
+        return None if type(value) is int and value >= min(default, 1) else f"an integer of at least {min(default, 1)}"
+    if isinstance(default, float):
+        return None if number else "a number"
+    if isinstance(default, str):
+        return None if isinstance(value, str) else "a text"
+    if isinstance(default, list):
+        return None if isinstance(value, list) else "a list"
+    return None
 
 
 def _kept(config: TenantConfig) -> dict[str, Any]:

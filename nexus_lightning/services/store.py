@@ -258,12 +258,12 @@ class Store:
     def remove_result(self, future_id: str) -> None:
         self.result_path(future_id).unlink(missing_ok=True)
 
-    def deliver(self, future_ids: Iterable[str]) -> None:
+    def deliver(self, future_ids: Iterable[str], now_s: float) -> None:
         """The owner has read these results: their grace time starts."""
         with self._transaction() as db:
             db.executemany(
                 "UPDATE requests SET delivered_s = ? WHERE future_id = ? AND delivered_s IS NULL",
-                [(time.time(), future_id) for future_id in future_ids],
+                [(now_s, future_id) for future_id in future_ids],
             )
 
     def drop_delivered(self, before_s: float) -> list[dict[str, Any]]:

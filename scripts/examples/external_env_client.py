@@ -28,6 +28,13 @@ GAMMA, GAE_LAMBDA, EPOCHS, MINIBATCH = 0.9, 0.9, 4, 48
 ENVIRONMENT = {"reward": "tracking", "horizon": HORIZON, "image_size": SCHEMA["image_size"]}
 
 
+def observe(simulators: list[RemoteSimulator]) -> tuple[dict[str, Any], list[str]]:
+    """What they show now, a row each, and what they ask for."""
+    seen = [simulator.observe() for simulator in simulators]
+    images = {camera: np.stack([one["image"][camera] for one in seen]) for camera in SCHEMA["cameras"]}
+    return {"state": np.stack([one["state"] for one in seen]), "image": images}, [one["instruction"] for one in seen]
+
+
 def roll_out(
     tenant: Tenant, simulators: list[RemoteSimulator], pool: ThreadPoolExecutor, seed: int
 ) -> tuple[dict[str, Any], list[str], float]:
@@ -38,14 +45,10 @@ def roll_out(
     """
     list(pool.map(lambda pair: pair[1].reset(seed * len(simulators) + pair[0]), enumerate(simulators)))
     episodes: list[list[dict[str, Any]]] = [[] for _ in simulators]
+    truncated = np.zeros(len(simulators), bool)
     running, step = list(range(len(simulators))), 0
     while running:
-        seen = [simulators[i].observe() for i in running]
-        observation = {
-            "state": np.stack([one["state"] for one in seen]),
-            "image": {camera: np.stack([one["image"][camera] for one in seen]) for camera in SCHEMA["cameras"]},
-        }
-        texts = [one["instruction"] for one in seen]
+        observation, texts = observe([simulators[i] for i in running])
         answer = tenant.predict(observation, texts, deterministic=False, seed=seed * 1000 + step)
         actions = np.clip(answer["action"][:, : SCHEMA["execute"]], -1, 1)
         results = list(pool.map(lambda pair: simulators[pair[0]].execute(pair[1]), zip(running, actions, strict=True)))
@@ -56,10 +59,13 @@ def roll_out(
             kept |= {"observation/state": observation["state"][row], "executed": executed, "text": texts[row]}
             kept |= {f"observation/image/{camera}": images[row] for camera, images in observation["image"].items()}
             episodes[i].append({**kept, "reward": result.reward})
+            truncated[i] = result.truncated
         running = [i for i, result in zip(running, results, strict=True) if not (result.terminated or result.truncated)]
         step += 1
-    for episode in episodes:  # generalised advantages; here the horizon ends an episode like a success does
-        following, advantage = 0.0, 0.0
+    # Generalised advantages. What the time limit cut off would have gone on: its last state is worth what it is worth.
+    last = tenant.predict(*observe(simulators))["state_value"][:, 0] * truncated
+    for episode, value_after in zip(episodes, last, strict=True):
+        following, advantage = float(value_after), 0.0
         for decision in reversed(episode):
             value = float(decision["state_value"][0])
             advantage = decision["reward"] + GAMMA * following - value + GAMMA * GAE_LAMBDA * advantage
@@ -79,7 +85,7 @@ def main() -> None:
     parser.add_argument("--environment", default="http://127.0.0.1:9000", help="address of the environment server")
     parser.add_argument("--token-env", help="environment variable with its token")
     parser.add_argument("--iterations", type=int, default=60)
-    parser.add_argument("--num-envs", type=int, default=8)
+    parser.add_argument("--num-envs", type=int, default=16)
     options = parser.parse_args()
 
     def simulator(_: int) -> RemoteSimulator:

@@ -5,16 +5,14 @@ from __future__ import annotations
 import io
 import json
 import tarfile
-import threading
 import time
 
 import numpy as np
 import pytest
 
-from nexus_lightning.services import app as app_module
 from nexus_lightning.services.bodies import TOY_SCHEMA
 from nexus_lightning.services.codec import MSGPACK, SAFETENSORS, Message, decode, encode
-from nexus_lightning.services.errors import InvalidRequest, NexusError, NotReady, error_from_json
+from nexus_lightning.services.errors import InvalidRequest, NexusError, NotFound, NotReady, error_from_json
 
 SPEC = {"name": "arm", "schema": TOY_SCHEMA, "head": {"name": "mlp"}}
 BATCH = {"observation/state": np.zeros((2, 4), np.float32), "action": np.ones((2, 2, 2), np.float32)}
@@ -201,19 +199,29 @@ def test_payload_is_a_tar_with_equal_bytes(served):
 
 
 def test_metrics_as_list_and_as_events_that_resume(served, monkeypatch):
-    monkeypatch.setattr(app_module, "STREAM_S", 0.2)
     tenant = create(served.alice)
     path = f"/v1/tenants/{tenant}/metrics"
+    waits = []
+
+    def wait_metrics(tenant_id, after, timeout_s):
+        """Nothing, then one row, then the tenant is gone."""
+        waits.append(after)
+        if len(waits) == 2:
+            served.master.log(tenant, loss=0.1)
+        elif len(waits) == 3:
+            raise NotFound("tenant: unknown")
+        return served.master.metrics(tenant_id, after)
+
+    monkeypatch.setattr(served.master, "wait_metrics", wait_metrics)
     for loss in (1.0, float("nan"), 0.25):
         served.master.log(tenant, loss=loss)
     rows = served.alice.get(path, params={"follow": "false", "after": 1}).json()
     assert [row["id"] for row in rows] == [2, 3] and rows[0]["metrics"]["loss"] is None
-    threading.Timer(0.05, lambda: served.master.log(tenant, loss=0.1)).start()
     answer = served.alice.get(path, headers={"Last-Event-ID": "2"})
     events = [event for event in answer.text.split("\n\n") if event.startswith("id:")]
     assert [event.splitlines()[0] for event in events] == ["id: 3", "id: 4"]
     assert json.loads(events[1].splitlines()[1].removeprefix("data: "))["metrics"] == {"loss": 0.1}
-    assert served.service._streams.total() == 0
+    assert waits == [3, 3, 4] and served.service._streams.total() == 0
     owner = served.service.accounts.authenticate(served.alice.headers["Authorization"]).owner_id
     served.service._streams[owner] = 8
     assert served.alice.get(path).status_code == 403
@@ -274,14 +282,15 @@ def test_prometheus_counts_per_tenant_and_forgets_deleted_ones(served):
 
 
 def test_limits_of_rate_and_in_flight(serve):
-    served = serve(requests_per_s=1.0, max_in_flight=1)
-    answers = [served.alice.get("/v1/tenants") for _ in range(3)]
-    assert [a.status_code for a in answers] == [200, 200, 429]
-    error = error_from_json(answers[2].json())
-    assert error.retryable and 0 < error.retry_after_s <= 1 and answers[2].headers["retry-after"] == "1"
+    served = serve(requests_per_s=0.001, max_in_flight=1)
+    answers = [served.alice.get("/v1/tenants") for _ in range(2)]
+    assert [a.status_code for a in answers] == [200, 429]
+    error = error_from_json(answers[1].json())
+    assert error.retryable and 500 < error.retry_after_s <= 1000
+    assert int(answers[1].headers["retry-after"]) == round(error.retry_after_s)
+    served.service.accounts._rate = 1e6
     tenant = create(served.bob)
     send(served.bob, f"/v1/tenants/{tenant}/training/save", **{"Nexus-Seq": "2"})
-    served.service.accounts._buckets.clear()
     refused = send(served.bob, f"/v1/tenants/{tenant}/training/save", **{"Nexus-Seq": "3"})
     assert refused.json()["error"]["type"] == "quota_exceeded"
     filled = send(served.bob, f"/v1/tenants/{tenant}/training/save", **{"Nexus-Seq": "2"})

@@ -25,9 +25,18 @@ class Log:
             for one in "ab":
                 self.store.add_owner(f"o{one}", one, "tenant")
                 self.store.add_tenant(f"t{one}", f"o{one}", "arm", {})
-        self.futures = Futures(self.store, **self.settings)
+        self.offset_s = 0.0
+        self.futures = Futures(self.store, clock=self.now, **self.settings)
         self.left = {one: self.futures.open_tenant(f"t{one}", f"o{one}") for one in "ab"}
         self.done: list = []
+
+    def now(self) -> float:
+        return time.time() + self.offset_s
+
+    def advance(self, seconds: float) -> None:
+        self.offset_s += seconds
+        with self.futures._wake:
+            self.futures._wake.notify()
 
     def accept(self, seq, run=None, *, digest=None, tenant="ta", **settings):
         def note(request: Request):
@@ -128,36 +137,49 @@ def test_without_a_number_the_lowest_free_one_is_taken(log):
 
 
 def test_a_gap_that_is_not_filled_ends_with_its_reason_and_blocks_nobody(log):
-    late = log.accept(3, gap_by_s=time.time() + 0.05)
+    late = log.accept(3, gap_by_s=log.now() + 100)
+    filled = log.accept(2, tenant="tb", gap_by_s=log.now() + 100)
     other = log.accept(1, tenant="tb")
     assert log.ended(other, "ob")["status"] == "completed"
+    log.ended(filled, "ob")
+    log.advance(101)
     error = log.ended(late)["error"]
     assert (error["type"], error["category"], error["retryable"]) == ("sequence_gap", "user", True)
     assert "waited for 1" in error["message"]
     for seq in (1, 2, 4):
         last = log.accept(seq)
     log.ended(last)
-    assert log.done == [1, 1, 2, 4], "3 is used up and nobody waits for it"
+    assert log.done == [1, 2, 1, 2, 4], "3 is used up and nobody waits for it"
     assert log.accept(3) == late
 
 
 def test_a_deadline_ends_what_waits_and_what_runs(log):
-    block = threading.Event()
+    block, started, stopped = threading.Event(), threading.Event(), []
 
     def slow(request):
-        assert block.wait(20)
+        started.set()
+        assert block.wait(60)
         return Outcome({}, b"late")
 
-    running = log.accept(1, slow, deadline_s=time.time() + 0.1)
-    waiting = log.accept(2, deadline_s=time.time() + 0.1)
-    assert log.ended(running)["error"]["type"] == "deadline_exceeded"
-    assert log.ended(waiting)["error"]["type"] == "deadline_exceeded"
+    running = log.accept(1, slow, deadline_s=log.now() + 100)
+    waiting = log.accept(2, deadline_s=log.now() + 100)
+    assert started.wait(60)
+    log.advance(101)
+    error = log.ended(running)["error"]
+    assert error["type"] == "deadline_exceeded" and "did not end" in error["message"]
+    assert "did not start" in log.ended(waiting)["error"]["message"]
     later = log.accept(3)
     assert log.done == [], "3 must wait for the end of 1, whatever its future says"
     block.set()
     log.ended(later)
     assert log.done == [3]
     assert not log.store.result_path(running).exists(), "the late result is thrown away"
+    long = log.accept(4, lambda request: None, long=True, cancel=lambda: stopped.append(1), deadline_s=log.now() + 100)
+    log.ended(log.accept(5))
+    log.advance(101)
+    assert log.ended(long)["status"] == "failed"
+    while not stopped:
+        time.sleep(0.01)
 
 
 def test_a_long_request_lets_the_next_start_and_ends_later(log):
@@ -217,28 +239,26 @@ def test_only_the_owner_reads(log):
         assert foreign.value.message.replace(future, "") == unknown.value.message.replace("f" + "0" * 32, "")
 
 
-def test_results_are_kept_until_read_and_for_a_grace_time(tmp_path):
-    log = Log(tmp_path, grace_s=0.2)
-    try:
-        unread = log.accept(1)
-        read = log.accept(2, lambda request: Outcome({"x": 1}, b"arrays"))
-        while log.futures.show("oa", read)["status"] != "completed":
-            time.sleep(0.01)
-        time.sleep(0.6)
-        assert log.futures.show("oa", unread)["result"] == {"seq": 1}, "nobody has read it"
-        assert log.ended(read)["data_bytes"] == 6
-        time.sleep(0.6)
-        assert log.futures.read_data("oa", read) == b"arrays", "a status is not the arrays"
-        assert log.futures.read_data("oa", read) == b"arrays", "again, in the grace time"
-        end_s = time.monotonic() + 20
-        while log.store.result_path(read).exists() and time.monotonic() < end_s:
-            time.sleep(0.05)
-        assert not log.store.result_path(read).exists()
-        with pytest.raises(Gone):
-            log.futures.show("oa", read)
-        assert log.accept(2, lambda request: Outcome()) == read, "its number stays used"
-    finally:
-        log.close()
+def test_results_are_kept_until_read_and_for_a_grace_time(log):
+    unread = log.accept(1)
+    read = log.accept(2, lambda request: Outcome({"x": 1}, b"arrays"))
+    while log.futures.show("oa", read)["status"] != "completed":
+        time.sleep(0.01)
+    log.advance(1000)
+    assert log.ended(read)["data_bytes"] == 6
+    log.advance(1000)
+    assert log.futures.read_data("oa", read) == b"arrays", "a status is not the arrays"
+    assert log.futures.read_data("oa", read) == b"arrays", "again, in the grace time"
+    assert log.futures.show("oa", unread)["result"] == {"seq": 1}, "nobody has read it"
+    log.advance(61)
+    end_s = time.monotonic() + 60
+    while log.store.result_path(read).exists() and time.monotonic() < end_s:
+        time.sleep(0.02)
+    assert not log.store.result_path(read).exists()
+    with pytest.raises(Gone):
+        log.futures.show("oa", read)
+    assert log.accept(2, lambda request: Outcome()) == read, "its number stays used"
+    assert log.futures.show("oa", unread)["result"] == {"seq": 1}
 
 
 def test_quotas_count_one_owner_alone(tmp_path):

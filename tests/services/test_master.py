@@ -87,6 +87,8 @@ def sft_batch(rows: int = 3, seed: int = 0) -> dict[str, np.ndarray]:
         ({"schema": {"state_dim": 4, "action_dim": 2, "chunk": 10**6, "execute": 2}}, "at most 512"),
         ({"schema": {"prompt": "${oc.env:HOME} {instruction}"}}, "without ${...}"),
         ({"priority": 99}, "from -100 to 1"),
+        ({"head": {"name": "mlp", "num_layers": 1.5}}, "an integer"),
+        ({"head": {"name": "mlp", "activation": "magic"}}, "choose one of silu, tanh"),
         ({"owner": "root"}, "unknown key"),
     ],
 )
@@ -105,6 +107,7 @@ def test_a_spec_names_entries_and_sets_allowed_keys_and_nothing_else(compiler, c
         ({"target_jobs": None}, "is required"),
         ({"algorithm": {"name": "ppo"}}, "task sft has none"),
         ({"eval": {"episodes": 10**6}}, "at most 1000"),
+        ({"environment": {"name": "maniskill", "task": ["PushCube-v1"]}}, "choose one of PushCube-v1"),
         ({"environment": {"name": "toy", "num_envs": 500}}, "at most 32"),
         ({"task": "rl", "environment": {"name": "toy"}}, "algorithm"),
         ({"init_from": {"path": "/"}}, "unknown key"),

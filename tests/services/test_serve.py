@@ -35,6 +35,7 @@ class Caller:
     """One account. Remembers which routes it has called, as OpenAPI writes them."""
 
     called: set[tuple[str, str]] = set()
+    tests: set[str] = set()
 
     def __init__(self, url: str, token: str) -> None:
         self.http = httpx.Client(base_url=url, headers={"Authorization": f"Bearer {token}"}, timeout=90)
@@ -93,6 +94,12 @@ def server(tmp_path_factory):
     yield server
     assert server.stop() == 0, server.log.read_text()
     assert "Traceback" not in server.log.read_text(), server.log.read_text()
+
+
+@pytest.fixture(autouse=True)
+def _ran(request):
+    yield
+    Caller.tests.add(request.node.name)
 
 
 @pytest.fixture(scope="module")
@@ -409,7 +416,9 @@ def test_killed_in_the_middle_a_workload_ends_as_if_it_had_not_been(server, root
 
 
 def test_no_route_was_left_out(root, people):
-    """Runs last in this module."""
+    """Runs last in this module; without the others it has nothing to look at."""
+    if len(Caller.tests) < 4:
+        pytest.skip("the other tests of this module have not run here")
     people["carol"]("GET", "/v1/capabilities")
     root("GET", "/v1/operator/tokens")
     assert {row["action"] for row in root("GET", "/v1/operator/audit")["audit"]} >= {"create_token", "create_tenant"}

@@ -69,8 +69,10 @@ def test_delivered_results_lose_their_content_and_keep_their_row(store):
     store.write_result("f1", b"x")
     store.end("f1", "completed", result={"a": 1}, data_bytes=1)
     assert store.drop_delivered(1e12) == []
-    store.deliver(["f1"])
-    assert [row["future_id"] for row in store.drop_delivered(1e12)] == ["f1"]
+    store.deliver(["f1"], 5.0)
+    store.deliver(["f1"], 9.0)  # the first time counts
+    assert store.drop_delivered(5.0) == []
+    assert [row["future_id"] for row in store.drop_delivered(6.0)] == ["f1"]
     row = store.request("f1")
     assert row["dropped"] and row["result"] is None and not store.result_path("f1").exists()
     assert store.drop_delivered(1e12) == []
