@@ -105,6 +105,7 @@ def _options(arguments: list[str] | None) -> argparse.Namespace:
     out.add_argument("--tenants", type=int, default=4, help="that share the sessions (default: 4)")
     out.add_argument("--decisions", type=int, help="per session and round (default: 20; quick: 10)")
     out.add_argument("--rounds", type=int, help="(default: 7; quick: 3)")
+    out.add_argument("--timeout-ms", type=float, help="T of the inference queue (default: conf/serve.yaml)")
     out.add_argument("--image-size", type=int, default=128, help="(default: 128)")
     options = out.parse_args(arguments)
     options.sessions = options.sessions or ([1, 4, 16] if options.quick else [1, 2, 4, 8, 16, 32, 64])
@@ -135,6 +136,7 @@ def _serving(options: argparse.Namespace, folder: Path) -> Iterator[tuple[Any, s
         f"placement.accelerator={'cpu' if options.device == 'cpu' else 'gpu'}",
         "limits.requests_per_s=100000",
         f"limits.max_in_flight={4 * max(options.sessions) + 64}",
+        *([] if options.timeout_ms is None else [f"queues.inference.timeout_s={options.timeout_ms / 1e3}"]),
         *([] if options.threads is None else [f"placement.torch_threads={options.threads}"]),
     ]
     with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):

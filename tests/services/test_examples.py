@@ -98,3 +98,21 @@ def test_a_custom_algorithm_is_the_built_in_one_bit_for_bit(script, server, trai
     out = script("custom_sft_client", str(folder))
     assert re.search(r"\d+ tensors, 0 differ from the built-in algorithm's: \[\]", out), out
     assert len(re.findall(r"loss \d+\.\d+", out)) == 6
+
+
+def test_sessions_of_the_server_itself_are_simulators_like_those_of_an_environment_server(server, token, monkeypatch):
+    import numpy as np
+
+    from envs.remote import RemoteSimulator
+    from envs.toy import ToySimulator
+    from nexus_lightning.simulator import execute_chunk
+
+    monkeypatch.setenv("NEXUS_TOKEN", token)
+    local = ToySimulator(reward="tracking", image_size=32)
+    remote = RemoteSimulator(server.url, "toy", {"reward": "tracking"}, token_env="NEXUS_TOKEN")
+    for sim in (local, remote):
+        sim.reset(3)
+    for chunk in np.random.default_rng(0).uniform(-1, 1, (3, 2, 2)).astype(np.float32):
+        assert remote.execute(chunk).reward == execute_chunk(local, chunk).reward
+        assert remote.observe()["state"].tobytes() == local.observe()["state"].tobytes()
+    remote.close()
