@@ -16,7 +16,7 @@ import yaml
 
 from nexus_lightning.config import ConfigError, NexusConfig, register_configs, to_config, validate
 from nexus_lightning.memory import estimate
-from nexus_lightning.placement.plan import Devices, resolve
+from nexus_lightning.placement.plan import Devices, common_devices, resolve
 from nexus_lightning.placement.sharding import rank_problems, sharding_problems
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -274,6 +274,13 @@ def test_plans_are_equal_on_all_ranks_whatever_their_memory(config):
     assert a.devices != b.devices and a.signature == b.signature
     assert a.signature != resolve(config("placement=fsdp2"), gpus(2), FIGURES).signature
     json.dumps(a.to_dict())
+
+
+def test_a_launch_has_what_its_smallest_machine_has():
+    devices = common_devices([gpus(2, memory_gb=80), gpus(2, memory_gb=40)])
+    assert devices == gpus(2, memory_gb=40)
+    with pytest.raises(ConfigError, match="rank 0 cuda, rank 1 cpu"):
+        common_devices([gpus(2), cpus(2)])
 
 
 def test_one_rank_needs_no_estimate_and_torchruns_variables_count(config, monkeypatch):

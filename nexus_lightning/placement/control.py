@@ -29,6 +29,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.distributed_c10d import PrefixStore
+from torch.distributed.rendezvous import rendezvous
 
 from nexus_lightning.queues.jobs import Job
 
@@ -177,9 +179,9 @@ def _fresh_store() -> dict[str, Any]:
         if os.environ["RANK"] == "0":
             log.warning("torchrun may fail to restart several machines: set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1")
         return {}
-    store, rank, size = next(dist.rendezvous("env://"))
+    store, rank, size = next(rendezvous("env://"))
     attempt = os.environ["TORCHELASTIC_RESTART_COUNT"]
-    return {"store": dist.PrefixStore(f"attempt_{attempt}", store), "rank": rank, "world_size": size}
+    return {"store": PrefixStore(f"attempt_{attempt}", store), "rank": rank, "world_size": size}
 
 
 @dataclass(frozen=True)
