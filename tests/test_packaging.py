@@ -46,7 +46,7 @@ def test_wheel_metadata_keeps_the_pins(wheel):
         assert line in text
     assert re.search(r"Requires-Dist: mujoco<3\.4,>=3\.3; extra == .libero.", text)
     extras = set(re.findall(r"Provides-Extra: (\S+)", text))
-    assert extras == {"libero", "maniskill", "gymnasium", "backbone", "vla", "wandb", "dev"}
+    assert extras == {"libero", "maniskill", "gymnasium", "backbone", "vla", "wandb", "services", "ray", "dev"}
 
 
 def test_lock_has_only_pins_and_no_host():
