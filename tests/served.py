@@ -34,6 +34,7 @@ SCHEMA = {
     "privileged": ["target_action"],
 }
 JOBS = 4
+_recorded: list[Path] = []
 
 
 class NaNHead(ChunkMLPHead):
@@ -67,8 +68,10 @@ def make_config(folder: Path, data: Path, *overrides: str, keep_backbone: bool =
 
 @pytest.fixture(scope="session")
 def toy_data(tmp_path_factory) -> Path:
-    """Where toy demonstrations are recorded, once."""
-    return tmp_path_factory.mktemp("served_toy_data")
+    """Where toy demonstrations are recorded, once for all modules that import this fixture."""
+    if not _recorded:
+        _recorded.append(tmp_path_factory.mktemp("served_toy_data"))
+    return _recorded[0]
 
 
 @pytest.fixture

@@ -28,20 +28,18 @@ from nexus_lightning.services.spec import EntryConfig
 __all__ = ["serve_config", "serving", "toy_data"]  # fixtures
 
 
-def test_a_tenant_that_comes_trains_fails_and_leaves_changes_no_bit_of_another(serving, serve_config):
+def test_a_tenant_that_comes_trains_fails_and_leaves_changes_no_bit_of_another(serve_config):
     """And one that joins late ends as one that was there from the start."""
-    with serving() as master:
-        master.create_tenant("b", toy_spec())
-        alone = Ending()
-        master.submit("b", toy_sft(), on_end=alone)
-        assert alone.wait()["status"] == "completed"
-        expected = state_of(master, "b"), losses_of(master, "b")
-        assert expected[0]["counters"] == (JOBS, JOBS, 4 * JOBS, JOBS) and len(expected[1]) == JOBS
-    config = serve_config("run_name=beside")
+    config = serve_config()
     config.registry.heads["nan"] = EntryConfig({"_target_": "served.NaNHead", "lr": 0.01, "hidden_dim": 16})
     with running(config) as master:
+        alone, beside, failing, late = Ending(), Ending(), Ending(), Ending()
+        master.create_tenant("alone", toy_spec())
+        master.submit("alone", toy_sft(), on_end=alone)
+        assert alone.wait()["status"] == "completed"
+        expected = state_of(master, "alone"), losses_of(master, "alone")
+        assert expected[0]["counters"] == (JOBS, JOBS, 4 * JOBS, JOBS) and len(expected[1]) == JOBS
         master.create_tenant("b", toy_spec())
-        beside, failing, late = Ending(), Ending(), Ending()
         master.submit("b", toy_sft(), on_end=beside)
         master.create_tenant("a", toy_spec(head={"name": "nan"}, seed=9))
         master.submit("a", toy_sft(), on_end=failing)
