@@ -401,6 +401,12 @@ def resolve_payload(path: Path | str) -> Path:
     return path / name
 
 
+def list_payloads(folder: Path | str) -> list[Path]:
+    """The version folders of a tenant's folder, oldest first; none when there is no such folder."""
+    folder = Path(folder)
+    return [folder / name for name in _version_folders(folder)] if folder.is_dir() else []
+
+
 def read_payload(path: Path | str, *, expected_keys: Iterable[str] | None = None) -> Payload:
     """Reads a payload and checks the sha256 of every file.
 
@@ -412,7 +418,7 @@ def read_payload(path: Path | str, *, expected_keys: Iterable[str] | None = None
         PayloadError: a file is missing or damaged, the format is unknown, or the keys differ.
     """
     path = resolve_payload(path)
-    manifest = _read_manifest(path)
+    manifest = read_manifest(path)
     files = {}
     for name in _DATA_FILES:
         file = path / name
@@ -458,7 +464,12 @@ def load_into(module: nn.Module, payload: Payload) -> None:
     module.load_state_dict(payload.tensors, strict=True)
 
 
-def _read_manifest(path: Path) -> dict[str, Any]:
+def read_manifest(path: Path) -> dict[str, Any]:
+    """What a version folder says about itself, without reading its tensors.
+
+    Raises:
+        PayloadError: it cannot be read, or is of another format.
+    """
     try:
         manifest = json.loads((path / "manifest.json").read_bytes())
     except (OSError, ValueError) as error:

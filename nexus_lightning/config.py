@@ -33,6 +33,8 @@ from nexus_lightning.schema import TenantSchema
 from nexus_lightning.simulator import Simulator, task_configs
 
 TASKS = ("sft", "rl", "offline_rl")
+#: Task of a tenant of the services that has had no workload yet: a schema and a head, nothing to train on.
+IDLE = "idle"
 #: Keys of a head's YAML that configure its optimizer and its feature; the rest are arguments of the head class.
 OPTIMIZER_KEYS = (
     "lr",
@@ -228,6 +230,7 @@ class TrainingQueueConfig:
 class InferenceQueueConfig:
     max_batch_size: int = 64  # requests per batch at most (B)
     timeout_s: float = 0.005  # how long a batch waits for a session that may come back (T)
+    static_batch_size: int | None = None  # GPU: rows per backbone pass, replayed as CUDA graphs; null: as they come
 
 
 @dataclass
@@ -465,8 +468,23 @@ def validate(config: NexusConfig) -> None:
         if other != name:
             problems.append(f"tenants.{name}: differs from tenants.{other} only in case; choose another name")
         problems += _tenant_problems(f"tenants.{name}", name, tenant, config, backbone)
-    problems += _placement_problems(config)
+    problems += run_problems(config)
+    trainer = config.trainer
+    unbounded = [n for n, t in config.tenants.items() if t.target_jobs is None]
+    if unbounded and trainer.max_jobs is None and trainer.max_time is None and not trainer.fast_dev_run:
+        problems.append(
+            f"nothing ends this run: set trainer.max_jobs, trainer.max_time or tenants.{unbounded[0]}.target_jobs"
+        )
+    if problems:
+        raise ConfigError(problems)
+
+
+def run_problems(config: NexusConfig) -> list[str]:
+    """What is wrong with everything but the tenants and the backbone."""
+    problems = _placement_problems(config)
     inference = config.queues.inference
+    if inference.static_batch_size is not None and inference.static_batch_size < 1:
+        problems.append(f"queues.inference.static_batch_size={inference.static_batch_size}: at least 1, or null")
     if inference.max_batch_size < 1:
         problems.append(f"queues.inference.max_batch_size={inference.max_batch_size}: must be at least 1")
     if not 0 <= inference.timeout_s < math.inf:
@@ -482,13 +500,15 @@ def validate(config: NexusConfig) -> None:
     for key in ("jobs_per_round", "checkpoint_every_n_jobs", "keep_payloads"):
         if getattr(trainer, key) < 1:
             problems.append(f"trainer.{key}={getattr(trainer, key)}: must be at least 1")
-    unbounded = [n for n, t in config.tenants.items() if t.target_jobs is None]
-    if unbounded and trainer.max_jobs is None and trainer.max_time is None and not trainer.fast_dev_run:
-        problems.append(
-            f"nothing ends this run: set trainer.max_jobs, trainer.max_time or tenants.{unbounded[0]}.target_jobs"
-        )
-    if problems:
-        raise ConfigError(problems)
+    return problems
+
+
+def tenant_problems(key: str, name: str, tenant: TenantConfig, config: NexusConfig) -> list[str]:
+    """What is wrong with one tenant that joins a run of ``config``, one line each, every key after ``key``.
+
+    Of an :data:`IDLE` one only schema, head and shares are looked at.
+    """
+    return _tenant_problems(key, name, tenant, config, _check_class(config.backbone, "backbone", []))
 
 
 def _placement_problems(config: NexusConfig) -> list[str]:
@@ -566,7 +586,7 @@ def _tenant_problems(key: str, name: str, tenant: TenantConfig, config: NexusCon
     problems: list[str] = []
     if not TENANT_NAME.match(name):
         problems.append(f"{key}: name must start with a letter and hold only letters, digits, _ and - (64 at most)")
-    if tenant.task not in TASKS:
+    if tenant.task not in TASKS and not (tenant.task == IDLE and name not in config.tenants):
         problems.append(f"{key}.task={tenant.task}: choose one of {', '.join(TASKS)}")
     schema = schema_of(tenant.schema)
     problems += [f"{key}.schema.{p}" for p in schema.problems()]
@@ -606,6 +626,14 @@ def _head_problems(key: str, tenant: TenantConfig, backbone: Any) -> list[str]:
     lr = tenant.head.get("lr")
     if not isinstance(lr, int | float) or lr <= 0:
         problems.append(f"{key}.head.lr={lr!r}: a positive learning rate is required")
+    for name, least in (("value_lr", 0.0), ("weight_decay", 0.0), ("grad_clip_norm", 0.0), ("warmup_steps", 0)):
+        value = tenant.head.get(name)
+        if value is not None and not (isinstance(value, int | float) and value >= least):
+            problems.append(f"{key}.head.{name}={value!r}: must not be negative")
+    betas = tenant.head.get("betas")
+    rates = betas if isinstance(betas, list | tuple) else ()
+    if betas is not None and (len(rates) != 2 or not all(isinstance(b, int | float) and 0 <= b < 1 for b in rates)):
+        problems.append(f"{key}.head.betas={betas!r}: two numbers from 0 to below 1, for example [0.9, 0.999]")
     decay = tenant.head.get("ema_decay")
     if decay is not None and not (isinstance(decay, int | float) and 0 < decay < 1):
         problems.append(f"{key}.head.ema_decay={decay!r}: must lie between 0 and 1, for example 0.999, or be null")
@@ -614,12 +642,16 @@ def _head_problems(key: str, tenant: TenantConfig, backbone: Any) -> list[str]:
     schedule = tenant.head.get("lr_schedule", "constant")
     if schedule not in LR_SCHEDULES:
         problems.append(f"{key}.head.lr_schedule={schedule}: choose one of {', '.join(LR_SCHEDULES)}")
-    if schedule == "cosine" and (tenant.target_jobs is None or tenant.dataset is None or tenant.task == "rl"):
+    if (
+        schedule == "cosine"
+        and tenant.task != IDLE
+        and (tenant.target_jobs is None or tenant.dataset is None or tenant.task == "rl")
+    ):
         problems.append(
             f"{key}.head.lr_schedule=cosine: needs {key}.target_jobs and jobs of a dataset, which say how many steps "
             "there are; use constant"
         )
-    if cls is not None and tenant.task != "sft" and not getattr(cls, "supports_rl", False):
+    if cls is not None and tenant.task not in ("sft", IDLE) and not getattr(cls, "supports_rl", False):
         problems.append(
             f"{key}.head={cls.__name__}: has no log-probabilities and no critic, so it cannot train by {tenant.task}; "
             "use mlp"
@@ -671,7 +703,7 @@ def _environment_problems(key: str, tenant: TenantConfig) -> list[str]:
     if gripper != tenant.schema.gripper:
         problems.append(f"{key}.schema.gripper={tenant.schema.gripper}: {cls.__name__} uses {gripper}")
     orientation = getattr(cls, "image_orientation", tenant.schema.image_orientation)
-    if tenant.schema.cameras and orientation != tenant.schema.image_orientation:
+    if tenant.schema.cameras and orientation not in (None, tenant.schema.image_orientation):
         problems.append(
             f"{key}.schema.image_orientation={tenant.schema.image_orientation}: {cls.__name__} gives {orientation} "
             f"images; set it to {orientation}, and {key}.dataset.conventions.image_orientation where a dataset differs"
@@ -761,6 +793,8 @@ def _data_problems(
     problems = []
     if importlib.util.find_spec("lerobot") is None:
         problems.append(f"{key}.dataset: package lerobot is missing; pip install 'lerobot[dataset]>=0.6.1,<0.7'")
+    if dataset.episodes is not None and dataset.episodes < 1:
+        problems.append(f"{key}.dataset.episodes={dataset.episodes}: at least 1, or null for all")
     for name in ("batch_size", "batches_per_job"):
         if getattr(dataset, name) < 1:
             problems.append(f"{key}.dataset.{name}={getattr(dataset, name)}: must be at least 1")

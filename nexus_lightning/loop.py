@@ -57,7 +57,8 @@ class LeaseStream:
     """The next leased job, for ever: ``__iter__`` is called every round and returns the same live stream.
 
     Ends (StopIteration) when the runtime says so: targets met, ``max_jobs``, ``max_time``, a stop signal. With several
-    ranks all get the same jobs, each with its own part of the rows.
+    ranks all get the same jobs, each with its own part of the rows. Between two jobs it runs what other threads have
+    asked for (:meth:`~nexus_lightning.runtime.Runtime.call`): tenants that join or leave, low-level training calls.
     """
 
     def __init__(self, runtime: Runtime) -> None:
@@ -69,6 +70,7 @@ class LeaseStream:
     def __next__(self) -> LeaseGroup:
         runtime = self.runtime
         while not runtime.finished():
+            runtime.run_commands()
             if runtime.control is not None:
                 jobs = runtime.control.next_jobs()
             else:

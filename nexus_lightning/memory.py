@@ -118,7 +118,8 @@ def free_bytes(device: torch.device) -> int:
 
 
 class Admission:
-    """Hands out the memory that is free at the start; refuses the tenant for whom it does not suffice.
+    """Hands out the memory that is free at the start; refuses the tenant for whom it does not suffice. One that leaves
+    gives its part back.
 
     Example:
         >>> admission = Admission(free=3_000_000_000)
@@ -130,6 +131,7 @@ class Admission:
 
     def __init__(self, free: int) -> None:
         self.free = free
+        self.held: dict[str, int] = {}
 
     def admit(self, tenant: str, needed: int) -> None:
         """Reserve ``needed`` bytes.
@@ -143,6 +145,11 @@ class Admission:
                 "take a smaller head or fewer tenants"
             )
         self.free -= needed
+        self.held[tenant] = needed
+
+    def release(self, tenant: str) -> None:
+        """Undo :meth:`admit`; nothing for a tenant that was not admitted."""
+        self.free += self.held.pop(tenant, 0)
 
 
 def gigabytes(count: int) -> str:

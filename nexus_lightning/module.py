@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -18,6 +19,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from nexus_lightning.backbone import Backbone, VLAFeature
 from nexus_lightning.checkpoint import read_payload
+from nexus_lightning.config import IDLE
 from nexus_lightning.features.grouping import EncodeRequest, EncodeStats, cut_passes, encode_together, kinds_of
 from nexus_lightning.features.reuse import PROBE_INSTRUCTION, blank_observation, full_precision
 from nexus_lightning.objectives import (
@@ -30,7 +32,6 @@ from nexus_lightning.objectives import (
 )
 from nexus_lightning.placement.control import Failure, Ranks, agreed_failures
 from nexus_lightning.placement.shares import Minibatch, Moments, RowWeights, cut_in_order, cut_permutation, rows_of
-from nexus_lightning.schema import TenantSchema
 from nexus_lightning.tenant import TenantSlot, derive_seed
 
 if TYPE_CHECKING:
@@ -114,9 +115,52 @@ class MultiTenantModule(L.LightningModule):
 
     def build_objectives(self) -> None:
         """What every tenant minimises; again when its head has been replaced by a sharded one."""
-        self.objectives = {
-            name: build_objective(slot, partial(self._draw_demonstrations, slot)) for name, slot in self.slots.items()
-        }
+        self.objectives = {name: self._objective(slot) for name, slot in self.slots.items()}
+
+    def _objective(self, slot: TenantSlot) -> Objective:
+        return build_objective(slot, partial(self._draw_demonstrations, slot))
+
+    # -------------------------------------------------------------------------------- tenants that come and go
+
+    def add_tenant(self, slot: TenantSlot) -> None:
+        """A slot that the runtime has just taken into :attr:`slots`; between two jobs only, like all of this section.
+
+        Inside ``training_step`` Lightning holds the optimizers that it wraps. A new list, because the wrappers are made
+        when it is assigned.
+        """
+        self.heads[slot.name], self.normalizers[slot.name] = slot.head, slot.normalizer
+        for part in (slot.head, slot.normalizer, slot.ema):
+            self._place(part)
+        slot.build_optimizer()
+        self.follow_workload(slot)
+
+    def follow_workload(self, slot: TenantSlot) -> None:
+        """A tenant's optimizer, Q networks and objective have changed."""
+        if slot.name in self.critics:
+            self.critics.pop(slot.name)
+        if slot.critic is not None:
+            self.critics[slot.name] = slot.critic
+            self._place(slot.critic)
+        self.objectives.pop(slot.name, None)
+        if slot.spec.config.task != IDLE:
+            self.objectives[slot.name] = self._objective(slot)
+        self._hand_over_optimizers()
+
+    def remove_tenant(self, name: str) -> None:
+        """Forget a tenant that the runtime has taken out of :attr:`slots`."""
+        for parts in (self.heads, self.normalizers, self.critics):
+            if name in parts:
+                parts.pop(name)
+        self.objectives.pop(name, None)
+        self._hand_over_optimizers()
+
+    def _place(self, part: nn.Module | None) -> None:
+        if part is not None:
+            self.trainer.precision_plugin.convert_module(part).to(self.device)
+
+    def _hand_over_optimizers(self) -> None:
+        optimizers = [slot.optimizer for slot in self.slots.values() if slot.optimizer is not None]
+        self.trainer.strategy.optimizers = optimizers
 
     # ------------------------------------------------------------------------------------------------- training
 
@@ -259,19 +303,18 @@ class MultiTenantModule(L.LightningModule):
             return None
         given = (full_precision(batch), slot.jobs_completed)
         losses = objective.loss(*given) if shares is None else self._ranked(update).loss(*given, shares)
-        loss = losses["loss"]
-        if not bool(torch.isfinite(loss.detach()).all()):
-            where = f"tenant {slot.name!r}, optimizer step {slot.optimizer_steps}"
-            raise NonFiniteLoss(f"{where}: loss is {float(loss.detach())}")
+        loss = _finite(slot, losses["loss"])
         update.history.append({k: v.detach() for k, v in losses.items()})
         return loss
 
     def _step(self, update: _Update) -> None:
+        self.step_slot(update.slot, update.slot.grad_clip_norm)
+
+    def step_slot(self, slot: TenantSlot, grad_clip_norm: float | None) -> None:
         """One optimizer step of one tenant."""
-        slot = update.slot
         optimizer = self._lightning_optimizer(slot)
-        if slot.grad_clip_norm is not None:
-            self.clip_gradients(optimizer.optimizer, slot.grad_clip_norm, "norm")
+        if grad_clip_norm is not None:
+            self.clip_gradients(optimizer.optimizer, grad_clip_norm, "norm")
         optimizer.step()
         assert slot.scheduler is not None
         slot.scheduler.step()
@@ -289,6 +332,66 @@ class MultiTenantModule(L.LightningModule):
         assert slot.optimizer is not None and self.runtime is not None
         slot.optimizer.zero_grad()  # an idle tenant keeps no gradients
         self.runtime.publish(slot)
+
+    # ------------------------------------------------------------------------------- low-level calls of a tenant
+    # What `training_step` does with a minibatch, for algorithms of the tenant's own (services). Between two jobs.
+
+    def add_gradients(self, slot: TenantSlot, objective: Objective, batch: TensorDict) -> dict[str, float]:
+        """Loss of a batch of the tenant's own; its gradients are added to those that are there.
+
+        Args:
+            slot: of a tenant without a workload.
+            objective: gives the loss.
+            batch: ``[B]``, the fields that the objective names, with observations or features.
+
+        Returns:
+            What the objective's loss gives, as numbers.
+
+        Raises:
+            NonFiniteLoss: before anything is added.
+        """
+        slot.head.train()
+        batch = cast(TensorDict, batch.to(self.device))
+        if "features" not in batch.keys():
+            batch = self._with_features([(slot, batch)])[0]
+        with slot.rng.scope():
+            losses = objective.loss(full_precision(batch), slot.jobs_completed)
+            loss = _finite(slot, losses["loss"])
+            try:
+                self.manual_backward(loss)
+            except Exception:
+                slot.head.zero_grad()  # half a gradient is none
+                raise
+        return {name: float(value.detach()) for name, value in losses.items()}
+
+    def step_with_gradients(self, slot: TenantSlot, lr: float | None, grad_clip_norm: float | None) -> float:
+        """The optimizer step with the gradients added so far. The slot's own schedule moves on, too.
+
+        Args:
+            slot: as above.
+            lr: of this step, in place of the schedule's.
+            grad_clip_norm: in place of the head's setting.
+
+        Returns:
+            The norm of the gradients before clipping.
+
+        Raises:
+            NonFiniteLoss: a gradient is not finite; they are dropped and nothing has changed.
+            ValueError: there are none.
+        """
+        assert slot.optimizer is not None
+        gradients = [p.grad for p in _parameters(slot) if p.grad is not None]
+        if not gradients:
+            raise ValueError(f"tenant {slot.name!r}: there are no gradients; call forward_backward first")
+        norm = float(torch.nn.utils.get_total_norm(gradients))
+        if not math.isfinite(norm):
+            slot.optimizer.zero_grad()
+            raise NonFiniteLoss(f"tenant {slot.name!r}: the gradients are not finite; they were dropped")
+        if lr is not None:
+            slot.optimizer.param_groups[0]["lr"] = lr  # until the schedule sets its own again, in this very step
+        self.step_slot(slot, slot.grad_clip_norm if grad_clip_norm is None else grad_clip_norm)
+        slot.optimizer.zero_grad()
+        return norm
 
     # -------------------------------------------------------------------------------------------- several ranks
 
@@ -578,15 +681,7 @@ class MultiTenantModule(L.LightningModule):
             entry = saved["tenants"].get(name)
             if entry is None:  # a tenant that was not in the interrupted run starts fresh
                 continue
-            payload = read_payload(self.runtime.run_dir / entry)
-            changed = TenantSchema(**payload.manifest["schema"]).differences(slot.spec.schema)
-            if changed:
-                raise ValueError(
-                    f"tenant {name!r}: the checkpoint's schema differs from the configured one in {'; '.join(changed)}"
-                )
-            slot.load_tensors(payload.tensors)
-            assert payload.rng is not None
-            slot.load_state(payload.state, payload.optimizer, payload.rng)
+            slot.restore(read_payload(self.runtime.run_dir / entry))
         self.runtime.restore(saved)
 
 
@@ -608,6 +703,13 @@ def build_objective(slot: TenantSlot, draw: Callable[[int], TensorDict]) -> Obje
     if slot.critic is None:
         return AWRObjective(head, normalizer, algorithm, dataset.batch_size)
     return IQLObjective(head, slot.critic, normalizer, algorithm, dataset.batch_size)
+
+
+def _finite(slot: TenantSlot, loss: Tensor) -> Tensor:
+    if not bool(torch.isfinite(loss.detach()).all()):
+        where = f"tenant {slot.name!r}, optimizer step {slot.optimizer_steps}"
+        raise NonFiniteLoss(f"{where}: loss is {float(loss.detach())}")
+    return loss
 
 
 def _parameters(slot: TenantSlot) -> list[nn.Parameter]:

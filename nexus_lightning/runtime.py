@@ -7,18 +7,20 @@ import signal
 import threading
 import time
 import traceback
+from collections import deque
 from collections.abc import Callable
+from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from tensordict import TensorDict
 
 from nexus_lightning.backbone import Backbone
-from nexus_lightning.checkpoint import write_payload
-from nexus_lightning.config import NexusConfig, dataset_root
+from nexus_lightning.checkpoint import Payload, write_payload
+from nexus_lightning.config import ConfigError, NexusConfig, TenantConfig, dataset_root
 from nexus_lightning.environment import SimulatorEnv, make_env
-from nexus_lightning.features.reuse import PassCounter, plan_reuse
+from nexus_lightning.features.reuse import PassCounter, ReusePlan, plan_reuse
 from nexus_lightning.features.store import FeatureStore
 from nexus_lightning.loop import Lease
 from nexus_lightning.monitoring.events import EventLog
@@ -48,19 +50,29 @@ from nexus_lightning.queues.jobs import Job, JobState, LeaseLost, Scheduler
 from nexus_lightning.queues.journal import Journal
 from nexus_lightning.queues.replicas import Fleet
 from nexus_lightning.queues.training import TrainingQueue
+from nexus_lightning.schema import NormalizationStats, Normalizer
 from nexus_lightning.tenant import TenantSlot, derive_seed
 
 if TYPE_CHECKING:
+    from nexus_lightning.module import MultiTenantModule
     from nexus_lightning.producers.remote import RemoteCollector
 
 log = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 #: Columns of what was observed, by whether the partition holds features.
 OBSERVED = {True: ("features", "state"), False: ("observation", "language_instruction")}
 
 
+class RunEnded(RuntimeError):
+    """Asked of a run that is over."""
+
+
 class Runtime:
     """Owns the queues, the inference server, one producer per tenant and the run folder.
+
+    With one process tenants may join, work and leave while it runs: other threads ask for it through :meth:`call`.
 
     Lifecycle: built before ``fit``; :meth:`start` in ``on_train_start`` (after a checkpoint was restored); the loop
     calls :meth:`read`, :meth:`publish`, :meth:`complete`; :meth:`finish` runs the last evaluations; :meth:`close` ends
@@ -74,6 +86,7 @@ class Runtime:
         datasets: opened LeRobotDatasets of SFT tenants (opened for their statistics already).
         ranks: who takes part. With several, each holds its share of every tenant's rows and simulators, rank 0 writes
             files and logs, and what must be the same everywhere is agreed on in :attr:`control`.
+        resident: of the services: the run waits for work until it is asked to stop, and may start with no tenant.
     """
 
     def __init__(
@@ -84,7 +97,12 @@ class Runtime:
         run_dir: Path,
         datasets: dict[str, Any],
         ranks: Ranks | None = None,
+        resident: bool = False,
     ) -> None:
+        ray = config.placement.ray
+        if resident and ray is not None:  # nobody has joined the cluster, and replicas do not learn of new tenants
+            raise ConfigError(["placement.ray: the services keep simulators on their machine; use another placement"])
+        self.resident = resident
         self.config, self.backbone, self.slots, self.run_dir = config, backbone, slots, run_dir
         self.datasets = datasets
         self.ranks = Ranks() if ranks is None else ranks
@@ -101,27 +119,18 @@ class Runtime:
             self.served,
             max_batch_size=config.queues.inference.max_batch_size,
             timeout_s=config.queues.inference.timeout_s,
+            static_batch_size=config.queues.inference.static_batch_size,
             on_batch=self._on_batch,
         )
         self.replica_summary: list[dict[str, Any]] = []
         self._make_env: dict[str, Callable[[], SimulatorEnv]] = {}
-        self.status = RunStatus(
-            tenants={
-                n: TenantStatus(task=s.spec.config.task, target=s.spec.config.target_jobs) for n, s in slots.items()
-            }
-        )
+        self.status = RunStatus()
         store = config.feature_store
         folder = Path(store.folder) if store.folder is not None else Path(config.data_dir) / "features"
         self.store = FeatureStore(folder if store.store == "disk" else None, int(store.budget_gb * 1e9))
-        self.passes = {name: PassCounter() for name in slots}
-        budget = int(config.queues.training.max_gb_per_tenant * 1e9)
-        rl = {name: slot for name, slot in slots.items() if slot.spec.config.task == "rl"}
-        self.reuse = {name: plan_reuse(slot, backbone, budget) for name, slot in rl.items()}
-        self.shares = {name: self._share(name) for name in slots}
-        self.fleet: Fleet | None = None  # replicas of the inference server, which then answer in its place
-        ray = config.placement.ray
-        if ray is not None and ray.inference_replicas and any(self._has_simulators(slot) for slot in slots.values()):
-            self.fleet = Fleet(config, slots, self.served, self.fingerprint)
+        self.passes: dict[str, PassCounter] = {}
+        self.reuse: dict[str, ReusePlan] = {}
+        self.shares: dict[str, Share] = {}
         self.max_restarts = 0 if config.placement.ray is None else config.placement.ray.max_restarts
         self.producers: list[Producer] = []
         self.evaluators: dict[str, Evaluator] = {}
@@ -130,6 +139,11 @@ class Runtime:
         self.on_metrics: Callable[[dict[str, float], int], object] = lambda metrics, step: None
         #: (slot, rows of a rollout) -> derived columns; the module's, set by the trainer.
         self.actor_forward: Callable[[TenantSlot, Any], TensorDict]
+        self.actor: MultiTenantModule  # set by the trainer
+        #: Tenants whose jobs the actor leaves alone: paused, or (services) without a workload.
+        self.resting: set[str] = set()
+        #: Told, from any thread, when :meth:`workload_over` may have become true of a tenant.
+        self.on_workload: Callable[[str], object] = lambda tenant: None
         self.job_index = 0
         self.interrupted = False
         self.stopped = False  # several ranks: they have agreed to lease nothing more
@@ -143,7 +157,22 @@ class Runtime:
         self._failures: dict[str, Failure] = {}
         self._evaluations: list[tuple[str, int, list[dict[str, Any]], Path | None]] = []
         self._rollouts: dict[tuple[str, int], dict[str, float]] = {}
+        self._commands: deque[tuple[Callable[[], Any], Future[Any]]] = deque()
         self._closed = False
+        for slot in slots.values():
+            self._enter(slot)
+        self.fleet: Fleet | None = None  # replicas of the inference server, which then answer in its place
+        if ray is not None and ray.inference_replicas and any(self._has_simulators(slot) for slot in slots.values()):
+            self.fleet = Fleet(config, slots, self.served, self.fingerprint)
+
+    def _enter(self, slot: TenantSlot) -> None:
+        """What is kept of a tenant besides its slot, fresh."""
+        name, config = slot.name, slot.spec.config
+        self.status.tenants[name] = TenantStatus(config.task, target=config.target_jobs, version=slot.policy_version)
+        self.passes[name], self.shares[name] = PassCounter(), self._share(name)
+        if config.task == "rl":
+            budget = int(self.config.queues.training.max_gb_per_tenant * 1e9)
+            self.reuse[name] = plan_reuse(slot, self.backbone, budget)
 
     # ------------------------------------------------------------------------------------------ start and end
 
@@ -151,16 +180,7 @@ class Runtime:
         """Register tenants, publish their current heads, start the server and the producers."""
         fast = self.config.trainer.fast_dev_run
         for slot in self.slots.values():
-            config = slot.spec.config
-            self.scheduler.register(
-                slot.name,
-                config.task,
-                priority=config.priority,
-                max_in_flight=config.max_in_flight,
-                max_policy_staleness=config.max_policy_staleness,
-                target_jobs=1 if fast else config.target_jobs,
-                weight=config.weight,
-            )
+            self._register(slot, 1 if fast else slot.spec.config.target_jobs)
         if self._restored_scheduler is not None:
             self.scheduler.load_state_dict(self._restored_scheduler)
         self.server.start()
@@ -178,6 +198,18 @@ class Runtime:
                 evaluator.request()
         for producer in self.producers:
             producer.start()
+
+    def _register(self, slot: TenantSlot, target_jobs: int | None) -> None:
+        config = slot.spec.config
+        self.scheduler.register(
+            slot.name,
+            config.task,
+            priority=config.priority,
+            max_in_flight=config.max_in_flight,
+            max_policy_staleness=config.max_policy_staleness,
+            target_jobs=target_jobs,
+            weight=config.weight,
+        )
 
     def _producers(self, slot: TenantSlot) -> list[Producer]:
         config = slot.spec.config
@@ -238,12 +270,22 @@ class Runtime:
         return producers
 
     def _reader(self, slot: TenantSlot) -> DemonstrationReader:
-        config = slot.spec.config
+        """That of the tenant, made unless it joined with one."""
+        if slot.name not in self.readers:
+            config, dataset = slot.spec.config, self.datasets.pop(slot.name, None)
+            assert config.dataset is not None
+            if dataset is None:
+                dataset = open_dataset(config.dataset, slot.spec.schema, dataset_root(config, self.config.data_dir))
+            self.readers[slot.name] = self.make_reader(slot, config, dataset, self.passes[slot.name])
+        return self.readers[slot.name]
+
+    def make_reader(
+        self, slot: TenantSlot, config: TenantConfig, dataset: Any, passes: PassCounter
+    ) -> DemonstrationReader:
+        """A reader of an opened dataset, as ``config`` says; reads all states and actions, so any thread but the
+        actor's if that one has work."""
         assert config.dataset is not None
-        dataset = self.datasets.pop(slot.name, None)
-        if dataset is None:
-            dataset = open_dataset(config.dataset, slot.spec.schema, dataset_root(config, self.config.data_dir))
-        reader = self.readers[slot.name] = DemonstrationReader(
+        return DemonstrationReader(
             dataset,
             config.dataset,
             slot.spec.schema,
@@ -251,10 +293,9 @@ class Runtime:
             slot.head.feature_spec,
             # of an RL tenant `features.reuse` is about its rollouts
             None if config.features.reuse == "never" and config.task != "rl" else self.store,
-            self.passes[slot.name],
+            passes,
             config.algorithm if config.task == "offline_rl" else None,
         )
-        return reader
 
     def _has_simulators(self, slot: TenantSlot) -> bool:
         """Whether this rank runs rollouts or evaluations of the tenant."""
@@ -340,7 +381,7 @@ class Runtime:
 
     def finish(self) -> None:
         """After the last job: evaluate every tenant's last version (unless interrupted)."""
-        if self.interrupted:
+        if self.interrupted or self.resident:
             return
         waiting = []
         for name, evaluator in self.evaluators.items():
@@ -362,9 +403,14 @@ class Runtime:
 
     def close(self) -> None:
         """Stop producers, server, simulators. Idempotent."""
-        if self._closed:
-            return
-        self._closed = True
+        with self._mailbox:
+            if self._closed:
+                return
+            self._closed = True
+            unheard, self._commands = self._commands, deque()
+        for _, future in unheard:
+            if future.set_running_or_notify_cancel():
+                future.set_exception(RunEnded("the run has ended"))
         for producer in self.producers:
             producer.stop()
         self.scheduler.close()
@@ -420,7 +466,7 @@ class Runtime:
             return True
         if trainer.max_jobs is not None and self.job_index >= trainer.max_jobs:
             return True
-        return bool(self.producers) and self.scheduler.targets_met()
+        return not self.resident and bool(self.producers) and self.scheduler.targets_met()
 
     def jobs_left(self) -> float:
         """How many jobs may still be leased before ``trainer.max_jobs`` is reached."""
@@ -455,6 +501,7 @@ class Runtime:
 
     def tick(self) -> None:
         """Refresh what the progress bar shows (queue depths); cheap."""
+        self.status.inference_waiting = self.server.waiting
         counts = self.scheduler.counts()
         states: dict[str, int] = {}
         for tenant in counts.values():
@@ -463,7 +510,8 @@ class Runtime:
         self.status.training_queue = {k: states.get(k, 0) for k in ("reserved", "needs_advantages", "ready", "leased")}
 
     def actor_versions(self) -> dict[str, int]:
-        return {name: slot.policy_version for name, slot in self.slots.items() if slot.quarantined is None}
+        slots = {name: slot for name, slot in self.slots.items() if name not in self.resting}
+        return {name: slot.policy_version for name, slot in slots.items() if slot.quarantined is None}
 
     def prepare_jobs(self) -> None:
         """The stages of jobs that wait for the actor (``algorithm.proximal``), right before one of them is leased.
@@ -545,6 +593,8 @@ class Runtime:
         passes = {"backbone_passes_per_observation": self.passes[slot.name].passes_per_observation}
         self.log(slot.name, "train", {**metrics, **staleness, **passes})
         evaluator = self.evaluators.get(slot.name)
+        if not self.scheduler.wants_more(slot.name):
+            self.on_workload(slot.name)
         if evaluator is None:
             return
         every = slot.spec.config.eval.every_n_jobs
@@ -578,6 +628,7 @@ class Runtime:
             if producer.tenant == tenant:
                 producer.stop()
         self.scheduler.fail_all(tenant, reason)
+        self.on_workload(tenant)
 
     def log(self, tenant: str, group: str, metrics: dict[str, float]) -> None:
         """``<group>/<tenant>/<metric>`` at the current job index, with the wall time."""
@@ -587,6 +638,167 @@ class Runtime:
         row["time_s"] = self.events.now()
         with self._metrics_lock:
             self.on_metrics(row, self.job_index)
+
+    # -------------------------------------------------------------------------------- tenants that come and go
+    # One process. Everything here but `call` runs on the actor thread between two jobs, where no tenant trains: a join
+    # may draw from the global random generators (inside its own scope) and change the optimizers' list.
+
+    def call(self, action: Callable[[], T]) -> Future[T]:
+        """Run ``action`` on the actor thread, between two jobs; an idle actor wakes at once.
+
+        Raises:
+            RunEnded: the run has ended; so does the future when it ends before the action's turn.
+            RuntimeError: the run has several ranks (they would have to agree on when).
+        """
+        future: Future[T] = Future()
+        with self._mailbox:
+            if self._closed:
+                raise RunEnded("the run has ended")
+            if self.control is not None:
+                raise RuntimeError("tenants cannot come and go in a run with several ranks")
+            self._commands.append((action, future))
+        self.scheduler.wake()
+        return future
+
+    def run_commands(self) -> None:
+        """What :meth:`call` was given so far, in order; what comes meanwhile waits for the next job to pass."""
+        for _ in range(len(self._commands)):
+            action, future = self._commands.popleft()
+            if not future.set_running_or_notify_cancel():
+                continue
+            try:
+                future.set_result(action())
+            except Exception as error:
+                future.set_exception(error)
+
+    def add_tenant(self, slot: TenantSlot, payload: Payload | None = None) -> None:
+        """A tenant joins without a workload, with the state of ``payload`` if there is one. All or nothing."""
+        name = slot.name
+        if name in self.slots:
+            raise ValueError(f"tenant {name!r} is there already: remove it first or choose another name")
+        try:
+            self.slots[name] = slot
+            self.resting.add(name)
+            self.actor.add_tenant(slot)
+            if payload is not None:
+                slot.restore(payload)
+            self._enter(slot)
+            self.publish(slot)
+        except Exception:
+            self.remove_tenant(name)
+            raise
+        self.events.point("join", name)
+
+    def remove_tenant(self, name: str) -> None:
+        """A tenant without a workload leaves; nothing of it stays in memory (spans in the event log do)."""
+        self.slots.pop(name, None)
+        self.actor.remove_tenant(name)
+        if name in self.served.tenants():
+            self.served.remove(name)
+        self.server.forget(name)
+        if self.scheduler.registered(name):
+            self.scheduler.unregister(name)
+        self._drop_data(name)
+        for partition in self.queue.partitions(name):
+            self.queue.clear(partition)
+        for table in (self.status.tenants, self.passes, self.shares, self._saved, self._saved_versions):
+            table.pop(name, None)
+        self.resting.discard(name)
+        self.events.point("leave", name)
+
+    def start_workload(
+        self,
+        name: str,
+        config: TenantConfig,
+        reader: DemonstrationReader | None = None,
+        stats: tuple[NormalizationStats, NormalizationStats] | None = None,
+        resume: bool = False,
+        workload: str | None = None,
+    ) -> None:
+        """A tenant begins to work: registered anew, fresh optimizer and data, producers. All or nothing.
+
+        Args:
+            name: of a tenant without a workload.
+            config: validated; schema, head and seed are those of the tenant.
+            reader: of its dataset (see :meth:`make_reader`: it may take seconds); None when the task needs none.
+            stats: of the dataset; they become the tenant's normalisation if nothing was trained with another one yet.
+            resume: go on with the workload that the slot was saved in the middle of; ``config`` is that one's.
+            workload: its id, kept in the payload.
+        """
+        slot = self.slots[name]
+        if self.scheduler.registered(name):  # low-level jobs that nobody has ended
+            self.scheduler.unregister(name)
+        try:
+            if not resume:
+                slot.start_workload(config, workload)
+                if stats is not None and slot.policy_version == 0:
+                    slot.normalizer.load_state_dict(Normalizer(slot.spec.schema, *stats).state_dict())
+                    self.served.renormalize(name, slot.normalizer)
+                self.actor.follow_workload(slot)
+            self._enter(slot)
+            if reader is not None:
+                self.readers[name], self.passes[name] = reader, reader.passes
+            self.save_payload(slot)  # what a resume goes on from until the next one is saved
+            done = slot.jobs_completed
+            self._register(slot, None if config.target_jobs is None else config.target_jobs - done)
+            producers = self._producers(slot)
+            if evaluator := self.evaluators.get(name):
+                if not self.scheduler.wants_more(name):  # killed between the last job and its evaluation
+                    evaluator.request(video=True)
+                elif config.eval.at_start and not slot.evaluations:
+                    evaluator.request()
+        except Exception:
+            self.stop_workload(name)
+            self._drop_data(name)
+            slot.ended = True
+            raise
+        self.producers += producers
+        self.resting.discard(name)
+        for producer in producers:
+            producer.start()
+
+    def workload_over(self, name: str) -> bool:
+        """True when a tenant's workload has failed, or met its target and evaluated its last version. Any thread."""
+        slot = self.slots[name]
+        if slot.quarantined is not None:
+            return True
+        if self.scheduler.wants_more(name):
+            return False
+        evaluated = [evaluation["policy_version"] for evaluation in slot.evaluations]
+        return name not in self.evaluators or slot.policy_version in evaluated
+
+    def stop_workload(self, name: str) -> list[Producer]:
+        """The first half of a workload's end: its jobs fail, its producers are asked to stop.
+
+        Returns:
+            The producers. Join them off the actor thread (a simulator may take seconds to close), then hand them to
+            :meth:`end_workload`.
+        """
+        self.resting.add(name)
+        leaving = [producer for producer in self.producers if producer.tenant == name]
+        for producer in leaving:
+            producer.stop()
+        if self.scheduler.registered(name):
+            self.scheduler.unregister(name, "the workload has ended")
+        return leaving
+
+    def end_workload(self, name: str, producers: list[Producer]) -> None:
+        """The second half: data and readers are dropped, the policy is saved. The tenant stays and may work again."""
+        slot = self.slots[name]
+        self.producers = [producer for producer in self.producers if producer not in producers]
+        self._drop_data(name)
+        for partition in self.queue.partitions(name):
+            if partition.startswith(f"{name}/{slot.spec.config.task}/"):  # of a job that ended while it was being put
+                self.queue.clear(partition)
+        slot.ended = True
+        slot.head.zero_grad()
+        self.status.tenants[name].state = "idle" if slot.quarantined is None else "failed"
+        if slot.quarantined is None:
+            self.save_payload(slot)
+
+    def _drop_data(self, name: str) -> None:
+        for table in (self.evaluators, self.readers, self.demonstrations, self.datasets, self.reuse):
+            table.pop(name, None)
 
     # -------------------------------------------------------------------------------------------- several ranks
 
@@ -635,26 +847,31 @@ class Runtime:
     def save_payloads(self) -> None:
         """Write every tenant whose version is not on disk yet. A quarantined tenant keeps what it had."""
         for name, slot in self.slots.items():
-            if slot.quarantined is not None or self._saved_versions.get(name) == slot.policy_version:
-                continue
-            tensors, optimizer = slot.tensors(), slot.optimizer_state()  # sharded ones are gathered: on every rank
-            self._saved_versions[name], pinned = slot.policy_version, self._saved_versions.get(name)
-            if not self.ranks.first:
-                continue
-            path = write_payload(
-                self.run_dir / "tenants",
-                name,
-                slot.policy_version,
-                tensors=tensors,
-                optimizer=optimizer,
-                rng=slot.rng.state,
-                state=slot.state(),
-                manifest=slot.manifest(self.config.backbone, self.fingerprint),
-                keep=self.config.trainer.keep_payloads,
-                pinned=[] if pinned is None else [pinned],
-                extra=self._processor_files(slot),
-            )
-            self._saved[name] = str(path.relative_to(self.run_dir))
+            if slot.quarantined is None and self._saved_versions.get(name) != slot.policy_version:
+                self.save_payload(slot)
+
+    def save_payload(self, slot: TenantSlot) -> Path | None:
+        """Write one tenant as it is now. Returns its folder; None on all ranks but the first."""
+        name = slot.name
+        tensors, optimizer = slot.tensors(), slot.optimizer_state()  # sharded ones are gathered: on every rank
+        self._saved_versions[name], pinned = slot.policy_version, self._saved_versions.get(name)
+        if not self.ranks.first:
+            return None
+        path = write_payload(
+            self.run_dir / "tenants",
+            name,
+            slot.policy_version,
+            tensors=tensors,
+            optimizer=optimizer,
+            rng=slot.rng.state,
+            state=slot.state(),
+            manifest=slot.manifest(self.config.backbone, self.fingerprint),
+            keep=self.config.trainer.keep_payloads,
+            pinned=[] if pinned is None else [pinned],
+            extra=self._processor_files(slot),
+        )
+        self._saved[name] = str(path.relative_to(self.run_dir))
+        return path
 
     def _processor_files(self, slot: TenantSlot) -> dict[str, bytes]:
         """LeRobot's form of the normalisation, for tenants with a LeRobotDataset (others never load LeRobot)."""
@@ -739,3 +956,4 @@ class Runtime:
         )
         if video is not None:
             self.events.point("video", result.tenant, path=str(video.relative_to(self.run_dir)))
+        self.on_workload(result.tenant)

@@ -99,8 +99,9 @@ class Simulator:
     native convention and control rate at a time. Episodes end at ``terminated`` or ``truncated``; nothing resets by
     itself.
 
-    Required: ``gripper``, ``reset``, ``step``, ``observe``. Optional: ``render_frame`` (videos), ``get_state`` and
-    ``set_state`` (demonstrations are then rendered after the fact, successful episodes only), ``close``.
+    Required: ``gripper``, ``reset``, ``step``, ``observe``. Optional: ``execute`` (a whole chunk at once),
+    ``render_frame`` (videos), ``get_state`` and ``set_state`` (demonstrations are then rendered after the fact,
+    successful episodes only), ``close``.
 
     Example:
         >>> import numpy as np
@@ -120,8 +121,9 @@ class Simulator:
 
     #: Native gripper command, see ``TenantSchema.gripper``: ``open_positive``, ``close_positive``, ``none`` ...
     gripper: ClassVar[str]
-    #: Orientation of the images that :meth:`observe` gives, see ``TenantSchema.image_orientation``.
-    image_orientation: ClassVar[str] = "upright"
+    #: Orientation of the images that :meth:`observe` gives, see ``TenantSchema.image_orientation``; None: it depends on
+    #: the arguments, and :meth:`problems` looks at it.
+    image_orientation: ClassVar[str | None] = "upright"
     #: Packages it imports -> the extra of this project that installs them; missing ones are reported before a run.
     requires: ClassVar[dict[str, str]] = {}
     #: Name of the argument that says which task it is, for ``environment.tasks``; None: it has one task.
@@ -150,6 +152,10 @@ class Simulator:
         """``{"image": {camera: uint8 [3, H, W]}, "state": float32 [S], "instruction": str}``. The only place that
         renders what the policy sees; called after a reset and at the end of each chunk."""
         raise NotImplementedError
+
+    def execute(self, actions: np.ndarray) -> ChunkResult:
+        """Carries out a chunk, see :func:`execute_chunk`; a simulator behind a network does it in one request."""
+        return execute_chunk(self, actions)
 
     def render_frame(self) -> np.ndarray:
         """Frame for a video, uint8 ``[H, W, 3]``, upright."""
@@ -310,7 +316,7 @@ class SimulatorHost:
 
     def chunk(self, actions: dict[int, np.ndarray], frames: Collection[int]) -> dict[int, Any]:
         ((row, chunk),) = actions.items()
-        return {row: {"result": execute_chunk(self.sim, chunk), **self._view(row in frames)}}
+        return {row: {"result": self.sim.execute(chunk), **self._view(row in frames)}}
 
     def close(self) -> None:
         if not self._closed:

@@ -11,7 +11,7 @@ import hashlib
 import itertools
 import math
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, cast
 
 import torch
@@ -20,7 +20,8 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from nexus_lightning.backbone import Backbone, SharedBackbone
-from nexus_lightning.config import TenantConfig, schema_of, split_head
+from nexus_lightning.checkpoint import Payload
+from nexus_lightning.config import IDLE, TenantConfig, schema_of, split_head
 from nexus_lightning.head import ActionHead, choose_kind
 from nexus_lightning.objectives import ChunkCritic
 from nexus_lightning.placement.sharding import load_whole, shard_like, whole
@@ -37,6 +38,8 @@ COUNTERS = (
     "demonstrations_drawn",
     "quarantined",
     "evaluations",
+    "ended",
+    "workload",
 )
 
 
@@ -126,6 +129,8 @@ class TenantSlot:
     demonstrations_drawn: int = 0  # samples that co-training has taken from the demonstrations
     quarantined: str | None = None  # the reason, once a failure has taken the tenant out of the run
     evaluations: list[dict[str, Any]] = field(default_factory=list)
+    ended: bool = False  # services: its workload is over (or it never had one); the next one starts fresh
+    workload: str | None = None  # services: the id of its workload, the last one when it has ended
     ema: AveragedModel | None = None  # running average of the head's weights (head.ema_decay)
     replica: ActionHead | None = None  # of a head in shards: the whole of it, as of the last completed job
     critic: ChunkCritic | None = None  # Q networks of offline RL by iql
@@ -146,6 +151,16 @@ class TenantSlot:
     @property
     def name(self) -> str:
         return self.spec.name
+
+    def start_workload(self, config: TenantConfig, workload: str | None = None) -> None:
+        """Another piece of work for the same policy (services): head, normaliser, average, version and random state go
+        on; optimizer, schedule, Q networks, data cursor and counters are fresh."""
+        self.spec = replace(self.spec, config=config)
+        self.critic = build_critic(config, self.head, derive_seed(self.spec.seed, "critic"))
+        self.jobs_completed = self.optimizer_steps = self.cursor = self.demonstrations_drawn = 0
+        self.evaluations, self.quarantined, self.ended, self.workload = [], None, False, workload
+        self.head.zero_grad()
+        self.build_optimizer()
 
     def build_optimizer(self) -> None:
         """AdamW over exactly this tenant's parameters, and its schedule (bound here, never by ``requires_grad``)."""
@@ -169,7 +184,8 @@ class TenantSlot:
     def _lr_factor(self, settings: dict[str, Any]):
         warmup = int(settings.get("warmup_steps", 0))
         total = self.total_steps
-        cosine = settings.get("lr_schedule", "constant") == "cosine"
+        # without a workload there is no end to fall towards: low-level calls give their own rates
+        cosine = settings.get("lr_schedule", "constant") == "cosine" and self.spec.config.task != IDLE
         assert not cosine or total is not None, "validated with the config"
 
         def factor(step: int) -> float:
@@ -264,6 +280,21 @@ class TenantSlot:
         self.rng.state = rng
         for name in COUNTERS:
             setattr(self, name, state[name])
+
+    def restore(self, payload: Payload) -> None:
+        """Go on from a payload: weights, statistics, optimizer, schedule, random state, counters.
+
+        Raises:
+            ValueError: it is of another schema.
+        """
+        changed = TenantSchema(**payload.manifest["schema"]).differences(self.spec.schema)
+        if changed:
+            raise ValueError(
+                f"tenant {self.name!r}: the checkpoint's schema differs from the configured one in {'; '.join(changed)}"
+            )
+        self.load_tensors(payload.tensors)
+        assert payload.rng is not None
+        self.load_state(payload.state, payload.optimizer, payload.rng)
 
     def manifest(self, backbone: dict[str, Any], backbone_fingerprint: str) -> dict[str, Any]:
         """What a payload says about itself: enough to serve, evaluate and refuse it without the run."""

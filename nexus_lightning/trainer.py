@@ -75,8 +75,11 @@ class TenantCheckpoint(Callback):
             self.save(trainer)
 
     def save(self, trainer: L.Trainer) -> None:
-        """Called on every rank; rank 0 writes."""
+        """Called on every rank; rank 0 writes. A resident run is resumed tenant by tenant, from the payloads alone."""
         self.runtime.save_payloads()
+        self.saved_at = self.runtime.job_index
+        if self.runtime.resident:
+            return
         path = self.runtime.run_dir / LAST_CHECKPOINT
         temporary = path.with_suffix(".tmp")
         trainer.save_checkpoint(temporary)
@@ -84,7 +87,6 @@ class TenantCheckpoint(Callback):
             with temporary.open("rb") as file:
                 os.fsync(file.fileno())
             temporary.replace(path)
-        self.saved_at = self.runtime.job_index
 
 
 class _RuntimeLifecycle(Callback):
@@ -158,11 +160,14 @@ class NexusTrainer(L.Trainer):
             runtime.deadline_s = time.monotonic() + _seconds(config.trainer.max_time)
 
     def fit(self, model: MultiTenantModule, ckpt_path: str | os.PathLike | None = None) -> None:  # type: ignore[override]
-        """Train until every target is met, ``max_jobs`` or ``max_time`` is reached, or a signal asks to stop."""
+        """Train until every target is met, ``max_jobs`` or ``max_time`` is reached, or a signal asks to stop.
+
+        A resident run ends only when it is asked to.
+        """
         model.runtime = self.runtime
         if isinstance(self.strategy, TenantFSDP2):
             model.shard = self.strategy.shard
-        self.runtime.actor_forward = model.actor_forward
+        self.runtime.actor_forward, self.runtime.actor = model.actor_forward, model
         path = None if ckpt_path is None else os.fspath(ckpt_path)
         super().fit(model, train_dataloaders=LeaseStream(self.runtime), ckpt_path=path, weights_only=True)
 

@@ -148,9 +148,7 @@ def offline_wandb(monkeypatch, tmp_path):
         wandb.teardown()
 
 
-def test_wandb_offline_resumes_under_one_id_without_network_or_prompt(offline_wandb, tmp_path, monkeypatch):
-    said: list[str] = []
-    monkeypatch.setattr(loggers_module, "rank_zero_info", said.append)
+def test_wandb_offline_resumes_under_one_id_without_network_or_prompt(offline_wandb, tmp_path, capsys):
     run_dir = tmp_path / "run"
     cfg = {"kind": "wandb", "project": "p", "mode": "offline", "tags": ["t"]}
     for step in range(2):
@@ -161,6 +159,7 @@ def test_wandb_offline_resumes_under_one_id_without_network_or_prompt(offline_wa
         logger.log_metrics({"train/libero/loss": 0.5, "libero/step": step, "time_s": 1.0}, step=step)
         logger.add_tenant("late")
         close_loggers([logger])
+    said = [line for line in capsys.readouterr().out.splitlines() if "W&B" in line]
     assert f"starts run {run_id}" in said[0] and f"resumes run {run_id}" in said[1] and "wandb sync" in said[1]
     folders = sorted((run_dir / "wandb").glob("offline-run-*"))
     assert folders and all(f.name.endswith(run_id) for f in folders)

@@ -34,6 +34,7 @@ def test_wheel_holds_only_the_package(wheel):
     names = zipfile.ZipFile(wheel).namelist()
     top = {name.split("/")[0] for name in names}
     assert {name for name in top if not name.endswith(".dist-info")} == {"nexus_lightning"}
+    assert "nexus_lightning/services/page.html" in names
     subpackages = {p.parent.relative_to(ROOT).as_posix() for p in (ROOT / "nexus_lightning").rglob("__init__.py")}
     assert subpackages <= {name.rsplit("/", 1)[0] for name in names}
 

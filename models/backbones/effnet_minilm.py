@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from torch.nn.utils.fusion import fuse_conv_bn_eval
 
 from nexus_lightning.backbone import Backbone, FeatureSegment, FeatureSpec, VLAFeature, check_observation
+from nexus_lightning.features.graphs import replay
 from nexus_lightning.schema import TenantSchema
 
 INSTALL = "pip install 'nexus-lightning[backbone]'"
@@ -156,7 +157,8 @@ class EffNetMiniLM(Backbone):
 
     def _encode_image(self, image: Tensor) -> Tensor:
         """uint8 ``[B, 3, H, W]`` -> ``[B, (H/8)*(W/8), 152]``, both maps with mean 0 and variance 1 per sample."""
-        return torch.cat([self._encode_images_once(part) for part in image.split(IMAGES_PER_PASS)])
+        parts = image.split(IMAGES_PER_PASS)
+        return torch.cat([replay("image network", self._encode_images_once, part) for part in parts])
 
     def _encode_images_once(self, image: Tensor) -> Tensor:
         net = self.image_net

@@ -34,6 +34,7 @@ from torch import Tensor, nn
 from models.backbones import tiny
 from models.backbones.sizes import checkpoint_config, unreachable
 from nexus_lightning.backbone import Backbone, FeatureSegment, FeatureSpec, VLAFeature, check_observation
+from nexus_lightning.features.graphs import replay
 from nexus_lightning.schema import TenantSchema
 
 INSTALL = "pip install 'nexus-lightning[backbone]'"
@@ -392,7 +393,15 @@ class VLMBackbone(Backbone):
             if index in wanted:
                 states[index] = entering_BLD
 
-        hidden_BLD = self._run(self.decoder_layers(), hidden_BLD, mask_BL, positions_BLP, cache, keep, additions)
+        layers = self.decoder_layers()
+        if cache is None and not wanted:
+            hidden_BLD = replay(
+                "decoder",
+                lambda hidden, mask, positions, *added: self._run(layers, hidden, mask, positions, additions=added),
+                *(hidden_BLD, mask_BL, positions_BLP, *additions),
+            )
+        else:
+            hidden_BLD = self._run(layers, hidden_BLD, mask_BL, positions_BLP, cache, keep, additions)
         hidden_BLD = hidden_BLD * valid_BL1
         tokens, mask = {}, {}
         if "tokens" in kinds:

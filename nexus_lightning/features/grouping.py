@@ -182,11 +182,10 @@ def _count(features: VLAFeature, stats: EncodeStats) -> dict[str, list[int]]:
 
 def _cut_out(features: VLAFeature, spec: FeatureSpec, start: int, stop: int, ends: dict[str, list[int]]) -> VLAFeature:
     """What ``spec`` names of some rows, without the positions at the end that only longer mates fill (no copy)."""
-    tokens, mask = {}, {}
-    for segment in spec.segments:
-        length = max(ends[segment.name][start:stop])
-        tokens[segment.name] = features.tokens[segment.name][start:stop, :length]
-        mask[segment.name] = features.mask[segment.name][start:stop, :length]
-    size = [stop - start]
-    pooled = features.pooled[start:stop]
-    return VLAFeature(tokens=TensorDict(tokens, size), mask=TensorDict(mask, size), pooled=pooled, batch_size=size)
+    names = [segment.name for segment in spec.segments]
+    part = (features if list(features.tokens.keys()) == names else features.select(spec))[start:stop]
+    for name in names:
+        length = max(ends[name][start:stop])
+        if length < part.mask[name].shape[1]:
+            part.tokens[name], part.mask[name] = part.tokens[name][:, :length], part.mask[name][:, :length]
+    return cast(VLAFeature, part)

@@ -18,7 +18,7 @@ from lightning.fabric.loggers.logger import rank_zero_experiment
 from lightning.fabric.utilities.rank_zero import rank_zero_only
 from lightning.pytorch.loggers import CSVLogger, Logger, WandbLogger
 from lightning.pytorch.loggers.csv_logs import ExperimentWriter
-from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
+from lightning_utilities.core.rank_zero import rank_zero_warn
 
 if TYPE_CHECKING:
     from wandb import Run
@@ -212,5 +212,5 @@ def _start_wandb(cfg_logger: dict, run_dir: Path, run_name: str, config: dict) -
     _replace(id_file, f"{run.id}\n".encode())
     begun = f"resumes run {run.id}" if previous == run.id else f"starts run {run.id}"
     upload = f"; upload it with: wandb sync {run_dir / 'wandb'}/*-{run.id}" if mode == "offline" else f": {run.url}"
-    rank_zero_info(f"W&B ({mode}) {begun}{upload}")
+    print(f"W&B ({mode}) {begun}{upload}", flush=True)
     return run

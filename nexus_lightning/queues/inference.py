@@ -44,6 +44,7 @@ from nexus_lightning.backbone import (
     sharing_key,
 )
 from nexus_lightning.checkpoint import tensors_digest
+from nexus_lightning.features.graphs import graphs_for, replaying, static_rows
 from nexus_lightning.head import ActionHead
 from nexus_lightning.schema import Normalizer, TenantSchema
 
@@ -187,6 +188,31 @@ class ServedPolicies:
                 policies.unchanged += served.unchanged
                 policies.drop_unused()
         return digest
+
+    def renormalize(self, tenant: str, normalizer: Normalizer) -> None:
+        """Give the latest version other statistics (those of the tenant's first dataset); its weights stay."""
+        copied = copy.deepcopy(normalizer).requires_grad_(False).eval().to(self.backbone.device)
+        with self._lock:
+            self._find(tenant, None).normalizer = copied
+
+    def load(self, tenant: str, version: int, head: ActionHead, normalizer: Normalizer) -> None:
+        """Serve an older version beside the latest one, pinned (see :meth:`pin`); ``head`` becomes the table's own.
+
+        Raises:
+            ValueError: no such tenant, or the version is not older than the latest one.
+        """
+        head = head.requires_grad_(False).eval().to(self.backbone.device)
+        normalizer = copy.deepcopy(normalizer).requires_grad_(False).eval().to(self.backbone.device)
+        with self._lock:
+            policies = self._policies(tenant)
+            if version not in policies.versions:
+                if version > policies.latest:
+                    raise ValueError(
+                        f"tenant {tenant!r}: version {version} is newer than {policies.latest}: publish it"
+                    )
+                schema, digest = self._find(tenant, None).schema, tensors_digest(_state(head))
+                policies.versions[version] = Served(tenant, version, head, normalizer, schema, digest, False)
+            policies.versions[version].pins += 1
 
     def remove(self, tenant: str) -> None:
         """Forget a tenant at once, pinned versions too; requests in service finish.
@@ -566,6 +592,10 @@ class _Transport(InferenceTransport):
             self._away.discard(session)
             self._changed.notify()
 
+    @property
+    def waiting(self) -> int:
+        return len(self._queue)
+
     # server side; one worker
 
     def wait_for_work(self, timeout: float) -> None:
@@ -764,15 +794,17 @@ class TenantInferenceServer(InferenceServer):
     A batch that raises (a prompt too long) is repeated request by request, so only the guilty one fails; so is a
     decode. Errors are ``ValueError`` for bad requests and ``RuntimeError`` for crashes, both naming the tenant.
 
-    CUDA graphs: the base class's ``static_batch_size`` captures ``model(requests)`` as a whole, and only its own
-    ``_serve_batch`` replays it. Ours tokenises and pads on the CPU inside the backbone call and picks heads by request,
-    which no graph can hold, so the option is not offered.
+    CUDA graphs: the base class's ``static_batch_size`` captures ``model(requests)`` as a whole, which cannot hold heads
+    that are picked per request. Here the option makes the backbone's passes static (:mod:`~.features.graphs`): rows are
+    filled up to a power of two, at most ``static_batch_size``, and the parts that the backbone names are replayed. On a
+    CPU it does nothing.
 
     Args:
         policies: backbone and published heads.
         max_batch_size: B, requests per batch at most.
         timeout_s: T, seconds; 0: never wait for anybody.
         max_rows: rows per backbone call at most; larger batches and requests are encoded in several calls.
+        static_batch_size: rows per backbone call at most on a GPU, where calls are replayed as CUDA graphs; None: not.
         on_batch: called in the worker thread after each batch (see :data:`OnBatch`); what it raises is logged.
 
     Raises:
@@ -788,10 +820,12 @@ class TenantInferenceServer(InferenceServer):
         max_batch_size: int = 64,
         timeout_s: float = 0.005,
         max_rows: int = 256,
+        static_batch_size: int | None = None,
         on_batch: OnBatch | None = None,
     ) -> None:
-        for name, value in {"max_batch_size": max_batch_size, "max_rows": max_rows}.items():
-            if value < 1:
+        sizes = {"max_batch_size": max_batch_size, "max_rows": max_rows, "static_batch_size": static_batch_size}
+        for name, value in sizes.items():
+            if value is not None and value < 1:
                 raise ValueError(f"queues.inference.{name}={value}: must be at least 1")
         if not 0 <= timeout_s < math.inf:
             raise ValueError(f"queues.inference.timeout_s={timeout_s}: must be a number of seconds, 0 or more")
@@ -804,10 +838,13 @@ class TenantInferenceServer(InferenceServer):
             policy_version_key=None,
         )
         self.policies = policies
-        self.max_rows = max_rows
+        self.graphs = graphs_for(policies.backbone.device, static_batch_size)
+        self.max_rows = max_rows if self.graphs is None else cast(int, static_batch_size)
         self.on_batch = on_batch
         self._counters: Counter[str] = Counter()
+        self._call_sizes: Counter[int] = Counter()
         self._stacks: dict[tuple[tuple[str, int, str], ...], _Stack] = {}
+        self._stacks_lock = threading.Lock()
         self._tenants: defaultdict[str, _TenantFigures] = defaultdict(_TenantFigures)
 
     def shutdown(self, timeout: float | None = 5.0) -> None:
@@ -815,6 +852,13 @@ class TenantInferenceServer(InferenceServer):
         self._shutdown_event.set()
         self.transport.wake()
         super().shutdown(timeout)
+
+    def forget(self, tenant: str) -> None:
+        """Drop what is kept of a tenant that was removed: its figures, and stacks with a copy of its head."""
+        with self._stacks_lock:
+            self._stacks = {k: s for k, s in self._stacks.items() if all(name != tenant for name, _, _ in k)}
+        with self._stats_lock:
+            self._tenants.pop(tenant, None)
 
     def client(
         self,
@@ -837,7 +881,8 @@ class TenantInferenceServer(InferenceServer):
     def stats(self, *, reset: bool = False) -> dict[str, Any]:
         """The base class's rates and latencies (its ``requests`` are rows here), and totals since construction.
 
-        ``backbone_calls``, ``rows_served``, ``rows_failed``, ``tokens`` and ``padding_tokens`` (backbone outputs),
+        ``backbone_calls``, ``shared_backbone_calls`` (with rows of several tenants), ``call_sizes`` (rows of a call ->
+        calls), ``rows_served``, ``rows_failed``, ``tokens`` and ``padding_tokens`` (backbone outputs),
         ``rows_by_tenant``, and ``tenants``: per tenant the figures of :meth:`summary` with their histograms
         (``wait_bins``, ``held_bins``, ``latency_bins``: upper edge in seconds, count; ``batch_rows_bins``: rows at
         most, batches). ``reset`` restarts the rates and latencies, not the totals.
@@ -845,12 +890,18 @@ class TenantInferenceServer(InferenceServer):
         stats: dict[str, Any] = dict(super().stats(reset=reset))
         for single_tenant in ("policy_version", "weight_updates"):
             del stats[single_tenant]
-        names = ("backbone_calls", "rows_served", "rows_failed", "tokens", "padding_tokens")
+        names = ("backbone_calls", "shared_backbone_calls", "rows_served", "rows_failed", "tokens", "padding_tokens")
         with self._stats_lock:
+            stats["call_sizes"] = dict(sorted(self._call_sizes.items()))
             stats |= {name: self._counters[name] for name in names}
             stats["rows_by_tenant"] = {name: f.rows for name, f in self._tenants.items() if f.rows}
             stats["tenants"] = {name: f.summary() | f.histograms() for name, f in self._tenants.items()}
         return stats
+
+    @property
+    def waiting(self) -> int:
+        """Requests in the queue."""
+        return self.transport.waiting
 
     def summary(self) -> dict[str, dict[str, Any]]:
         """Per tenant, since construction; None where nothing was counted.
@@ -956,11 +1007,19 @@ class TenantInferenceServer(InferenceServer):
         instructions = [text for p in pieces for text in p.request.instructions[p.start : p.stop]]
         self._count(backbone_calls=1)
         kinds = tuple(sorted({piece.request.served.head.feature_spec.kind for piece in pieces}))
-        features = self.policies.backbone(observation, instructions, schema, kinds)
+        if self.graphs is None:
+            features = self.policies.backbone(observation, instructions, schema, kinds)
+        else:
+            filled = [min(row, rows - 1) for row in range(static_rows(rows, self.max_rows))]  # with the last row again
+            with replaying(self.graphs):
+                features = self.policies.backbone(observation[filled], [instructions[i] for i in filled], schema, kinds)
+            features = features[:rows]
         if features.batch_size != (rows,):
             raise RuntimeError(f"backbone returned batch {list(features.batch_size)} for {rows} rows")
         tenants = {piece.request.served.tenant for piece in pieces}
         with self._stats_lock:
+            self._call_sizes[rows] += 1
+            self._counters["shared_backbone_calls"] += len(tenants) > 1
             for figures in (self._tenants[tenant] for tenant in tenants):
                 figures.calls += 1
                 figures.shared_calls += len(tenants) > 1
@@ -1000,10 +1059,11 @@ class TenantInferenceServer(InferenceServer):
         order = sorted(runs, key=lambda run: run.request.served.tenant)  # one stack, whoever came first
         served = [run.request.served for run in order]
         key = tuple((each.tenant, each.version, each.digest) for each in served)
-        stack = self._stacks.pop(key, None) or _Stack([each.head for each in served])
-        self._stacks[key] = stack  # the newest last
-        while len(self._stacks) > MAX_STACKS:
-            del self._stacks[next(iter(self._stacks))]
+        with self._stacks_lock:
+            stack = self._stacks.pop(key, None) or _Stack([each.head for each in served])
+            self._stacks[key] = stack  # the newest last
+            while len(self._stacks) > MAX_STACKS:
+                del self._stacks[next(iter(self._stacks))]
         states, noises = zip(*map(self._inputs, order), strict=True)
         noise = None if noises[0] is None else torch.stack(noises)
         given = stack(encoded.read_together(order), torch.stack(states), noise)

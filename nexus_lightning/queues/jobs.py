@@ -307,6 +307,7 @@ class Scheduler:
         self._run_token = uuid.uuid4().hex[:8]
         self._seq = {"created": 0, "ready": 0, "lease": 0, "registration": 0}
         self._closed = False
+        self._woken = False
         self._journal = journal
         self._restored: dict[str, dict[str, Any]] = {}  # counters of tenants that are not registered again yet
         if journal is not None:
@@ -494,13 +495,16 @@ class Scheduler:
 
     # ---- consumers -----------------------------------------------------------------------------------------------
 
-    def lease_stage(self, state_needed: JobState, deadline_s: float, *, tenant_id: str | None = None) -> Job | None:
+    def lease_stage(
+        self, state_needed: JobState, deadline_s: float, *, tenant_id: str | None = None, job_id: str | None = None
+    ) -> Job | None:
         """Leases the next job waiting for a preparation stage; does not block.
 
         Args:
             state_needed: ``NEEDS_ACTOR_FORWARD`` or ``NEEDS_ADVANTAGES``.
             deadline_s: the lease returns by itself after so many seconds.
             tenant_id: only jobs of this tenant.
+            job_id: only this job.
 
         Returns:
             The job in its ``COMPUTING_*`` state (highest priority, then ``created_seq``), or None.
@@ -514,7 +518,7 @@ class Scheduler:
             self._return_expired(self._clock())
             by_tenant = self._waiting[state_needed]
             tenants = by_tenant.values() if tenant_id is None else (by_tenant.get(tenant_id, {}),)
-            waiting = [job for jobs in tenants for job in jobs.values()]
+            waiting = [job for jobs in tenants for job in jobs.values() if job_id in (None, job.job_id)]
             if not waiting:
                 return None
             return self._lease(min(waiting, key=lambda job: (-job.priority, job.created_seq)), deadline_s)
@@ -531,7 +535,7 @@ class Scheduler:
         Args:
             actor_versions: tenant -> its policy version at the actor. Jobs of tenants not named here are left alone.
             timeout_s: how long to wait for one; 0 does not wait. The wait ends early when a job of these tenants needs
-                the actor forward: that is the caller's work, too.
+                the actor forward: that is the caller's work, too; and after :meth:`wake`.
             deadline_s: the lease returns by itself after so many seconds.
             where: leaves other jobs alone (it runs under the scheduler's lock: look, do not call back); None for all.
 
@@ -553,6 +557,9 @@ class Scheduler:
                 if not dropped and first is not None:
                     return self._lease(first, deadline_s)
                 if not dropped:
+                    if timeout_s > 0 and self._woken:  # a call that does not wait is not the one that was meant
+                        self._woken = False
+                        return None
                     if any(name in actor_versions for name in self._waiting[JobState.NEEDS_ACTOR_FORWARD]):
                         return None
                     remaining_s = end_s - self._clock()
@@ -560,6 +567,12 @@ class Scheduler:
                         return None
                     timed_out = not self._changed.wait(remaining_s)
             self._announce(dropped)
+
+    def wake(self) -> None:
+        """The waiting :meth:`lease_next` (or else the next one that would wait) returns: its caller has other work."""
+        with self._changed:
+            self._woken = True
+            self._changed.notify_all()
 
     def complete(self, job_id: str, *, lease_id: int | None = None, **metadata: Any) -> Job:
         """LEASED -> COMPLETED.
@@ -667,6 +680,11 @@ class Scheduler:
         """Dropped jobs of a tenant."""
         with self._changed:
             return self._tenant(tenant_id).ended[JobState.DROPPED]
+
+    def registered(self, tenant_id: str) -> bool:
+        """Whether a tenant is registered."""
+        with self._changed:
+            return tenant_id in self._tenants
 
     def completed(self, tenant_id: str) -> int:
         """Completed jobs of a tenant."""

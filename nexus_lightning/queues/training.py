@@ -338,6 +338,12 @@ class TrainingQueue:
             progress = self._partition(partition_id).progress.get(task_name)
             return 0 if progress is None else len(progress.consumed)
 
+    def columns(self, partition_id: str) -> list[Field]:
+        """Names (or paths) of a partition's columns."""
+        with self._changed:
+            leaves = _leaves(self._partition(partition_id).td)
+        return [key[0] if len(key) == 1 else key for key in leaves]
+
     # ---- budget and end ------------------------------------------------------------------------------------------
 
     def clear(self, partition_id: str) -> int:
