@@ -19,7 +19,7 @@ from tensordict import TensorDict
 
 from nexus_lightning.backbone import Backbone
 from nexus_lightning.checkpoint import Payload, write_payload
-from nexus_lightning.config import NexusConfig, TenantConfig, dataset_root
+from nexus_lightning.config import ConfigError, NexusConfig, TenantConfig, dataset_root
 from nexus_lightning.environment import SimulatorEnv, make_env
 from nexus_lightning.features.reuse import PassCounter, ReusePlan, plan_reuse
 from nexus_lightning.features.store import FeatureStore
@@ -97,6 +97,9 @@ class Runtime:
         ranks: Ranks | None = None,
         resident: bool = False,
     ) -> None:
+        ray = config.placement.ray
+        if resident and ray is not None:  # nobody has joined the cluster, and replicas do not learn of new tenants
+            raise ConfigError(["placement.ray: the services keep simulators on their machine; use another placement"])
         self.resident = resident
         self.config, self.backbone, self.slots, self.run_dir = config, backbone, slots, run_dir
         self.datasets = datasets
@@ -126,7 +129,6 @@ class Runtime:
         self.passes: dict[str, PassCounter] = {}
         self.reuse: dict[str, ReusePlan] = {}
         self.shares: dict[str, Share] = {}
-        self.fleet: Fleet | None = None  # replicas of the inference server, which then answer in its place
         self.max_restarts = 0 if config.placement.ray is None else config.placement.ray.max_restarts
         self.producers: list[Producer] = []
         self.evaluators: dict[str, Evaluator] = {}
@@ -158,7 +160,7 @@ class Runtime:
         self.membership = Membership(self)
         for slot in slots.values():
             self._enter(slot)
-        ray = config.placement.ray
+        self.fleet: Fleet | None = None  # replicas of the inference server, which then answer in its place
         if ray is not None and ray.inference_replicas and any(self._has_simulators(slot) for slot in slots.values()):
             self.fleet = Fleet(config, slots, self.served, self.fingerprint)
 

@@ -164,7 +164,10 @@ class InferenceReplica:
         self.specs = specs
         self.policies = ReplicaPolicies(built.to("cuda" if use_gpu else "cpu"))
         self._server = TenantInferenceServer(
-            self.policies, max_batch_size=settings.max_batch_size, timeout_s=settings.timeout_s
+            self.policies,
+            max_batch_size=settings.max_batch_size,
+            timeout_s=settings.timeout_s,
+            static_batch_size=settings.static_batch_size,
         )
         self._server.start()
         self._templates: dict[str, ActionHead] = {}
