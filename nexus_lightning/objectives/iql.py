@@ -108,7 +108,8 @@ class IQLObjective:
 
     def row_weights(self, data: TensorDict) -> dict[str, Tensor]:
         """1 for every sample of which something was carried out; what pads the batch of several ranks has no step."""
-        return {"loss": torch.logical_and(data["taken"].any(-1), (~data["is_pad"]).any(-1))}
+        taken, is_pad = cast(Tensor, data["taken"]), cast(Tensor, data["is_pad"])
+        return {"loss": taken.any(-1) & ~is_pad.all(-1)}
 
     def loss(self, batch: TensorDict, jobs_completed: int, shares: dict[str, float] | None = None) -> dict[str, Tensor]:
         """``loss`` and what is logged (scalars).
