@@ -93,6 +93,7 @@ def main() -> None:
 
     with NexusClient() as client, ThreadPoolExecutor(options.num_envs) as pool:
         head = {"name": "mlp", "hidden_dim": 64, "lr": 1e-3, "lr_schedule": "constant", "log_std_init": -0.7}
+        head["use_features"] = False  # the toy's state shows the target
         tenant = client.create_tenant("external-env-example", SCHEMA, head, seed=0)
         simulators = list(pool.map(simulator, range(options.num_envs)))
         shuffle = np.random.default_rng(0)
