@@ -15,6 +15,29 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("MUJOCO_GL", "osmesa")
 
 
+#: Files that take a minute and more. Several workers take whole files, so these go first: none is left over at the end.
+LONG_FILES = (
+    "test_cli.py",
+    "test_zoo.py",
+    "test_ranks.py",
+    "test_ray.py",
+    "test_serve.py",
+    "test_torchrun.py",
+    "test_learning.py",
+    "test_sweeps.py",
+    "test_learning_report.py",
+    "test_bench.py",
+    "test_bench_placement.py",
+    "test_awr.py",
+    "test_runs.py",
+)
+
+
+def pytest_collection_modifyitems(items):
+    places = {name: place for place, name in enumerate(LONG_FILES)}
+    items.sort(key=lambda item: places.get(item.path.name, len(places)))  # stable: the others stay in their order
+
+
 @pytest.fixture(scope="session", autouse=True)
 def _few_threads():
     """Two cores at most: intra-op threads of several processes would fight for them."""

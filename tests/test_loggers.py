@@ -162,7 +162,7 @@ def test_wandb_offline_resumes_under_one_id_without_network_or_prompt(offline_wa
     said = [line for line in capsys.readouterr().out.splitlines() if "W&B" in line]
     assert f"starts run {run_id}" in said[0] and f"resumes run {run_id}" in said[1] and "wandb sync" in said[1]
     folders = sorted((run_dir / "wandb").glob("offline-run-*"))
-    assert folders and all(f.name.endswith(run_id) for f in folders)
+    assert folders and all(run_id in f.name for f in folders)  # two of one second get a number behind it
     records = b"".join(path.read_bytes() for folder in folders for path in folder.glob("*.wandb"))
     assert b"train/libero/loss" in records and b"train/toy/" in records and b"late/step" in records
     with pytest.raises(ValueError, match="no W&B credentials found"):
