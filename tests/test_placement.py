@@ -405,3 +405,31 @@ def test_a_copy_that_serves_is_counted(config):
     assert plan.devices[0].parts["backbone"] == plan.devices[0].parts["inference backbone"] == 20 * GB
     shared = resolve(config("placement=single"), cpus(1), FIGURES)
     assert plan.devices[0].needed_bytes == shared.devices[0].needed_bytes + 20 * GB
+
+
+def test_the_default_backbone_can_be_sharded(tmp_path):
+    """Its convolutions are channels-last; one rank is enough to see that FSDP2 takes them and features stay."""
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+
+    from models.backbones.effnet_minilm import EffNetMiniLM
+    from nexus_lightning.checks import random_observation
+    from nexus_lightning.config import BackbonePlacement
+    from nexus_lightning.placement.sharding import shard_backbone
+    from nexus_lightning.schema import TenantSchema
+
+    schema = TenantSchema(state_dim=4, action_dim=3, chunk=3, execute=2, cameras=("front",), image_size=64)
+    observation, texts = random_observation(schema, 3), ["go", "go left", "go"]
+    backbone = EffNetMiniLM()
+    before = backbone(observation, texts, schema)
+    backbone.clear_text_cache()
+    dist.init_process_group("gloo", store=dist.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1)
+    try:
+        shard_backbone(backbone, init_device_mesh("cpu", (1,)), BackbonePlacement())
+        after = backbone(observation, texts, schema)
+        again = backbone(observation, texts, schema)
+    finally:
+        dist.destroy_process_group()
+    for name, tokens in before.tokens.items():
+        torch.testing.assert_close(after.tokens[name], tokens, rtol=1e-4, atol=1e-4)
+        assert torch.equal(after.tokens[name], again.tokens[name])

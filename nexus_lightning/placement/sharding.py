@@ -92,6 +92,8 @@ def shard_backbone(backbone: Backbone, mesh: DeviceMesh, placement: BackbonePlac
         "mp_policy": MixedPrecisionPolicy(param_dtype=DTYPES[placement.param_dtype], cast_forward_inputs=False),
         "offload_policy": CPUOffloadPolicy() if placement.cpu_offload else OffloadPolicy(),
     }
+    for parameter in backbone.parameters():  # FSDP2 takes no other layout; channels-last weights are a CPU's shortcut
+        parameter.data = parameter.data.contiguous()
     for unit in backbone.shardable_units():
         fully_shard(unit, **options)
     fully_shard(backbone, **options)
