@@ -438,7 +438,7 @@ def _figure(results: dict[str, Any]) -> Figure:
     gathered = [by_name[n]["gathered_bytes"] / 1e6 for n in names]
     right.bar(names, gathered, 0.6, bottom=bottom, facecolor="none", edgecolor="grey", hatch="//", label="gathered")
     right.set_ylabel("MB per rank")
-    right.legend(fontsize=8)
+    right.legend(fontsize=8, loc="upper left", bbox_to_anchor=(1.0, 1.0))
     left.set_xticks(range(len(names)), names)
     figure.suptitle(f"{max(results, key=int)} ranks", fontsize=10)
     return figure
