@@ -21,7 +21,7 @@ train: setup  ## the quickstart run (TENANTS=libero,maniskill; more overrides in
 test: setup lint  ## lint, types, doctests and the tests (ARGS="-m 'not sim and not slow'" for less)
 	$(PYTHON) -m pytest --doctest-modules nexus_lightning tests -m "not slow" -n 2 --dist loadfile --no-loadscope-reorder $(ARGS)
 
-learning: setup  ## the slow learning tests: many minutes
+learning: setup  ## the slow tests, learning runs among them: many minutes
 	$(PYTHON) -m pytest tests -m slow $(ARGS)
 
 lint: setup  ## ruff and pyright

@@ -29,7 +29,13 @@ HEADS = {
 }
 #: The parts of published policies have this test of their own, on the original's weights (tests/test_policies.py).
 LOCAL = {n: v for n, v in models._nodes("backbone").items() if models._local(v) and n != "tiny"}
-PAIRS = [(b, h) for b in LOCAL for h in HEADS]
+#: Every pair; in the quick suite every head on two backbones, and one head on every backbone.
+QUICK = ("effnet_minilm", "qwen3_vl_tiny")
+PAIRS = [
+    pytest.param(b, h, marks=[] if b in QUICK or h == "mlp" else pytest.mark.slow, id=f"{b}-{h}")
+    for b in LOCAL
+    for h in HEADS
+]
 
 
 @cache
@@ -76,7 +82,7 @@ def test_the_head_overfits_four_samples(name, head_name, monkeypatch):
 
 #: Every head once on a backbone that it fits, every way of reading features at least once.
 REUSED = [
-    *((b, h) for b in ("effnet_minilm", "qwen3_vl_tiny") for h in HEADS),
+    *((b, h) for b in QUICK for h in HEADS),
     *((name, name) for name in ("pi0_tiny", "smolvla_tiny", "groot_tiny")),
 ]
 
