@@ -260,8 +260,9 @@ class Membership:
         if ranks:
             runtime.config.placement.environments[slot.name] = list(ranks)
         runtime.add_tenant(slot)
+        reader = None if dataset is None else runtime.make_reader(slot, config, dataset, runtime.passes[slot.name])
         # statistics of a payload that it starts from stay
-        runtime.start_workload(slot.name, config, dataset, None if config.init_from.given else stats)
+        runtime.start_workload(slot.name, config, reader, None if config.init_from.given else stats)
 
     def _remove(self, order: Order, producers: list[Any]) -> None:
         self.runtime.end_workload(order.tenant, producers)

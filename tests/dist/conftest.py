@@ -35,7 +35,16 @@ def ddp(folder, alone) -> list[dict[str, Any]]:
     on_one = ("mixed_on_one", "mixed", "+placement.environments.toy=[1]")
     resumed = ("resumed", "resume", alone["begun"]["summary"]["run_dir"], 4)
     refused = (("differs", "refused", "differs"), ("wrong", "refused", "wrong"))
-    return run_ranks("dist.scenarios:several", 2, folder, *((n, n) for n in (*SAME, *names)), on_one, ("interrupted",) * 2, *refused, resumed)
+    return run_ranks(
+        "dist.scenarios:several",
+        2,
+        folder,
+        *((n, n) for n in (*SAME, *names)),
+        on_one,
+        ("interrupted",) * 2,
+        *refused,
+        resumed,
+    )
 
 
 @pytest.fixture(scope="session")

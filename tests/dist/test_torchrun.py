@@ -13,6 +13,9 @@ from dist.scenarios import FAKE, SFT
 
 from nexus_lightning.checkpoint import read_payload, resolve_payload
 
+#: Minutes of starting ranks: with the slow tests, so that the whole suite stays inside its limit.
+pytestmark = pytest.mark.slow
+
 
 def assert_whole(run_dir: Path, expected: dict[str, Any], tenant: str = "toy_sft") -> None:
     """Its payload is that of an uninterrupted run."""
