@@ -278,7 +278,10 @@ class Worker:
             ServerError: ``simulator_error`` with its traceback, or ``session_lost``.
         """
         try:
-            self.pipe.send((command, values))
+            try:
+                self.pipe.send((command, values))
+            except OSError:
+                pass  # it ended before it was asked: why it did may be waiting in the pipe, else an end of file
             if not self.pipe.poll(timeout_s):
                 self.close(kill=True)
                 raise lost(f"the simulator gave no answer within {timeout_s:.0f} s")

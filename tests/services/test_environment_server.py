@@ -388,6 +388,13 @@ def test_a_simulator_that_raises_says_so(server):
     remote.reset(1)  # in a new session
 
 
+def test_one_that_failed_before_it_was_asked_says_why():
+    worker = environment_server.Worker(f"{__name__}:Counting", {"no_such": 1}, threads=True)
+    worker._join(10)  # its thread has ended and closed its end of the pipe
+    with pytest.raises(Exception, match=r"(?s)the simulator raised.*no_such"):
+        worker.call("describe", 0, timeout_s=10)
+
+
 # ---- what is refused ----
 
 
