@@ -8,7 +8,7 @@ import signal
 import threading
 import time
 import traceback
-from collections import deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable
 from concurrent.futures import Future
 from functools import partial
@@ -140,6 +140,7 @@ class Runtime:
         self.actor: MultiTenantModule  # set by the trainer
         #: Tenants whose jobs the actor leaves alone: paused, or (services) without a workload.
         self.resting: set[str] = set()
+        self.ended_jobs: defaultdict[str, Counter[str]] = defaultdict(Counter)  # by state, of workloads that are over
         #: Told, from any thread, when :meth:`workload_over` may have become true of a tenant.
         self.on_workload: Callable[[str], object] = lambda tenant: None
         self.job_index = 0
@@ -723,7 +724,8 @@ class Runtime:
         self._drop_data(name)
         for partition in self.queue.partitions(name):
             self.queue.clear(partition)
-        for table in (self.status.tenants, self.passes, self.shares, self._saved, self._saved_versions):
+        tables = (self.status.tenants, self.passes, self.shares, self._saved, self._saved_versions, self.ended_jobs)
+        for table in tables:
             table.pop(name, None)
         self.resting.discard(name)
         self.events.point("leave", name)
@@ -748,8 +750,7 @@ class Runtime:
             workload: its id, kept in the payload.
         """
         slot = self.slots[name]
-        if self.scheduler.registered(name):  # low-level jobs that nobody has ended
-            self.scheduler.unregister(name)
+        self._end_jobs(name, "a workload begins")  # low-level jobs that nobody has ended
         try:
             if not resume:
                 slot.start_workload(config, workload)
@@ -800,9 +801,22 @@ class Runtime:
         leaving = [producer for producer in self.producers if producer.tenant == name]
         for producer in leaving:
             producer.stop()
-        if self.scheduler.registered(name):
-            self.scheduler.unregister(name, "the workload has ended")
+        self._end_jobs(name, "the workload has ended")
         return leaving
+
+    def _end_jobs(self, name: str, reason: str) -> None:
+        """The tenant's jobs in flight fail and it is unregistered; how many ended how is kept."""
+        if self.scheduler.registered(name):
+            self.scheduler.fail_all(name, reason)
+            self.ended_jobs[name].update(self.scheduler.counts()[name])
+            self.scheduler.unregister(name, reason)
+
+    def job_counts(self) -> dict[str, dict[str, int]]:
+        """tenant -> state -> jobs: in flight now, ended in all its workloads since this process began. Any thread."""
+        table = {name: Counter(counts) for name, counts in self.scheduler.counts().items()}
+        for name, ended in list(self.ended_jobs.items()):
+            table.setdefault(name, Counter()).update(ended)
+        return {name: dict(counts) for name, counts in table.items()}
 
     def end_workload(self, name: str, producers: list[Producer]) -> None:
         """The second half: data and readers are dropped, the policy is saved. The tenant stays and may work again."""

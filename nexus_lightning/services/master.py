@@ -78,6 +78,8 @@ T = TypeVar("T")
 OnEnd = Callable[[dict[str, Any]], object]
 #: How often a workload's thread looks by itself whether its work is over (it is also told).
 LOOK_S = 0.5
+#: How many evaluations that were asked for :meth:`Master.describe` shows of a tenant, the newest.
+KEPT_EVALUATIONS = 100
 #: How long producers get to end; a simulator that does not is killed before.
 JOIN_S = 120.0
 #: How long a stopping server waits for them; what is left ends with the process (simulators do, too).
@@ -112,6 +114,7 @@ class _Tenant:
     leaving: threading.Event = field(default_factory=threading.Event)
     stop_evaluations: threading.Event = field(default_factory=threading.Event)
     threads: list[threading.Thread] = field(default_factory=list)  # of evaluations
+    evaluations: list[dict[str, Any]] = field(default_factory=list)  # that were asked for, since this process began
     clients: list[TenantPolicyClient] = field(default_factory=list)  # sessions of the inference queue that rest
     last_error: str | None = None
     predict_version: int | None = None  # load_weights: pinned; None: the latest
@@ -307,7 +310,7 @@ class Master(LowLevelVerbs):
     def describe(self, tenant_id: str) -> dict[str, Any]:
         """What is known of a tenant now."""
         tenant = self._tenant(tenant_id)
-        slot, scheduler, work = self.runtime.slots[tenant_id], self.runtime.scheduler, tenant.workload
+        slot, work = self.runtime.slots[tenant_id], tenant.workload
         state = "idle" if tenant.last_error is None else "failed"
         if work is not None:
             state = "paused" if work.paused else "running" if work.running else "preparing"
@@ -320,7 +323,7 @@ class Master(LowLevelVerbs):
             "jobs_completed": slot.jobs_completed,
             "target_jobs": config.target_jobs,
             "optimizer_steps": slot.optimizer_steps,
-            "jobs": scheduler.counts().get(tenant_id, {}),
+            "jobs": self.runtime.job_counts().get(tenant_id, {}),
             "progress": self.runtime.status.tenants[tenant_id].state,
             "schema": asdict(schema),
             "signature": schema.signature,
@@ -328,7 +331,9 @@ class Master(LowLevelVerbs):
             "head": type(slot.head).__name__,
             "memory_bytes": tenant.memory_bytes,
             "last_error": tenant.last_error,
-            "evaluations": [_headline(evaluation) for evaluation in slot.evaluations],
+            "evaluations": sorted(
+                [*map(_headline, slot.evaluations), *tenant.evaluations], key=lambda e: e["policy_version"]
+            ),
         }
 
     def _join(self, tenant_id: str, config: TenantConfig, payload: Payload | None) -> None:
@@ -566,6 +571,8 @@ class Master(LowLevelVerbs):
             finally:
                 self._release_simulator()
                 self.runtime.served.unpin(tenant_id, version)
+            if end["status"] == "completed":
+                tenant.evaluations = [*tenant.evaluations, end["result"]][-KEPT_EVALUATIONS:]
             if not self._leaving:
                 on_end(end)
 
@@ -796,7 +803,7 @@ class Master(LowLevelVerbs):
         with self._lock:
             names = list(self._tenants)
         states: Counter[str] = Counter()
-        for counts in runtime.scheduler.counts().values():
+        for counts in runtime.job_counts().values():
             states.update(counts)
         served = runtime.server.stats()
         busy = runtime.events.busy_seconds()

@@ -155,6 +155,10 @@ def test_two_train_and_one_evaluates_at_the_same_time_and_each_sees_its_own(serv
     assert sum("train/loss" in row["metrics"] for row in losses) == 8
     overview = root("GET", "/v1/operator/overview")
     assert {t["owner"] for t in overview["tenants"]} == {"alice", "bob", "carol"}
+    of = {t["tenant_id"]: t for t in overview["tenants"]}
+    assert [of[ids[n]]["jobs"].get("completed", 0) for n in "abc"] == [8, 6, 0], "also when the workload is over"
+    assert overview["stats"]["jobs_by_state"]["completed"] == 14
+    assert [e["n"] for e in of[ids["c"]]["evaluations"]] == [6], "one that was asked for, too"
     assert overview["stats"]["inference"]["shared_backbone_calls"] > 0, "rows of several tenants in one pass"
     text = root("GET", "/metrics").text
     shared = float(re.search(r"^nexus_inference_shared_backbone_calls (.+)$", text, re.M)[1])
