@@ -24,7 +24,7 @@ from tensordict import TensorDict
 from torch import Tensor, nn
 
 from models.action_tokenizers import BinningTokenizer, DCTTokenizer
-from models.heads.flow_matching import _Attention, _Context
+from models.heads.flow_matching import Attention, Context
 from nexus_lightning.backbone import FeatureSpec, VLAFeature
 from nexus_lightning.head import ActionHead
 from nexus_lightning.schema import TenantSchema
@@ -105,7 +105,7 @@ class FastTokensHead(ActionHead):
             vocab_size = self.tokenizer.vocab_size + 1  # the end token comes last
         #: Of this instance: the class can, with ``binning``.
         self.supports_rl = tokenizer == "binning"  # pyright: ignore[reportAttributeAccessIssue]
-        self.context = _Context(feature_spec.segments, dim, POOL_GRID)
+        self.context = Context(feature_spec.segments, dim, POOL_GRID)
         self.begin = nn.Parameter(0.02 * torch.randn(dim))
         self.embed_state = nn.Linear(schema.state_dim, dim)
         self.embed_token = nn.Embedding(vocab_size, dim)
@@ -309,8 +309,8 @@ class _Block(nn.Module):
     def __init__(self, dim: int, num_heads: int) -> None:
         super().__init__()
         self.norm_self, self.norm_cross, self.norm_mlp = (nn.LayerNorm(dim) for _ in range(3))
-        self.attention = _Attention(dim, num_heads)
-        self.cross = _Attention(dim, num_heads)
+        self.attention = Attention(dim, num_heads)
+        self.cross = Attention(dim, num_heads)
         self.mlp = nn.Sequential(nn.Linear(dim, 4 * dim), nn.GELU(approximate="tanh"), nn.Linear(4 * dim, dim))
 
     def forward(self, x_BND: Tensor, memory: tuple[Tensor, Tensor, Tensor], cache: _Cache | None) -> Tensor:

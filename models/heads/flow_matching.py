@@ -101,7 +101,7 @@ class ChunkTransformer(nn.Module):
             raise ValueError(f"size={size!r}: choose one of {', '.join(SIZES)}")
         check_at_least_one(pool_grid=pool_grid)
         dim, depth, num_heads = SIZES[size]
-        self.read = _Context(feature_spec.segments, dim, pool_grid)
+        self.read = Context(feature_spec.segments, dim, pool_grid)
         self.embed_action = nn.Linear(schema.action_dim, dim)
         self.embed_state = nn.Linear(schema.state_dim, dim)
         self.embed_time = nn.Sequential(nn.Linear(2 * TIME_FREQUENCIES, dim), nn.SiLU(), nn.Linear(dim, dim))
@@ -137,7 +137,7 @@ class ChunkTransformer(nn.Module):
         return self.to_output(_norm(x_BRND[:, :, 1:]) * (1 + scale) + shift)
 
 
-class _Context(nn.Module):
+class Context(nn.Module):
     """All segments as one sequence ``[B, L, D]`` and its mask ``[B, L]``; first comes a learned, always valid token."""
 
     def __init__(self, segments: tuple[FeatureSegment, ...], dim: int, pool_grid: int) -> None:
@@ -173,8 +173,8 @@ class _Block(nn.Module):
 
     def __init__(self, dim: int, num_heads: int) -> None:
         super().__init__()
-        self.attention = _Attention(dim, num_heads)
-        self.cross = _Attention(dim, num_heads)
+        self.attention = Attention(dim, num_heads)
+        self.cross = Attention(dim, num_heads)
         self.mlp = nn.Sequential(nn.Linear(dim, 4 * dim), nn.GELU(approximate="tanh"), nn.Linear(4 * dim, dim))
         self.modulation = zeroed(nn.Linear(dim, 6 * dim))
 
@@ -197,7 +197,7 @@ class _Block(nn.Module):
         return x_BRND + gate_2 * self.mlp(_norm(x_BRND) * (1 + scale_2) + shift_2)
 
 
-class _Attention(nn.Module):
+class Attention(nn.Module):
     """Multi-head attention whose keys and values can be computed ahead."""
 
     def __init__(self, dim: int, num_heads: int) -> None:
