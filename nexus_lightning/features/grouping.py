@@ -60,6 +60,7 @@ class EncodeRequest:
     spec: FeatureSpec
 
 
+_Ends = dict[str, tuple[list[int], int]]
 #: One pass: its rows of all requests' rows, observation ``[R]``, and texts.
 Pass = tuple[list[int], TensorDict, list[str]]
 
@@ -157,14 +158,14 @@ def _concatenated(parts: list[Tensor]) -> Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
-def _count(features: VLAFeature, stats: EncodeStats) -> dict[str, list[int]]:
-    """Adds a pass to ``stats``; returns for every segment where each row's last real token ends.
+def _count(features: VLAFeature, stats: EncodeStats) -> _Ends:
+    """Adds a pass to ``stats``; returns for every segment where each row's last real token ends, and its width.
 
     The masks cross from the device at once: on a GPU every crossing waits for the pass.
     """
     stats.calls += 1
     stats.rows += len(features.pooled)
-    ends: dict[str, list[int]] = {}
+    ends: _Ends = {}
     masks = {str(name): mask for name, mask in features.mask.items()}
     if not masks:
         return ends
@@ -175,18 +176,19 @@ def _count(features: VLAFeature, stats: EncodeStats) -> dict[str, list[int]]:
     for name, mask in masks.items():
         length = mask.shape[1]
         mask_BL = all_BL[:, start : start + length]
-        ends[name] = (mask_BL * np.arange(1, length + 1)).max(1, initial=0).tolist()
+        ends[name] = (mask_BL * np.arange(1, length + 1)).max(1, initial=0).tolist(), length
         start += length
     return ends
 
 
-def _cut_out(features: VLAFeature, spec: FeatureSpec, start: int, stop: int, ends: dict[str, list[int]]) -> VLAFeature:
+def _cut_out(features: VLAFeature, spec: FeatureSpec, start: int, stop: int, ends: _Ends) -> VLAFeature:
     """What ``spec`` names of some rows, without the positions at the end that only longer mates fill (no copy)."""
     names = [segment.name for segment in spec.segments]
-    whole = features if list(features.tokens.keys()) == names else features.select(spec)
+    whole = features if list(ends) == names else features.select(spec)
     part = cast(VLAFeature, whole[start:stop])
     for name in names:
-        length = max(ends[name][start:stop])
-        if length < part.mask[name].shape[1]:
+        of_rows, width = ends[name]
+        length = max(of_rows[start:stop])
+        if length < width:
             part.tokens[name], part.mask[name] = part.tokens[name][:, :length], part.mask[name][:, :length]
     return part
