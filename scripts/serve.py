@@ -46,9 +46,8 @@ def main(cfg: DictConfig) -> None:
 
 def serve(config: ServeConfig, address: socket.socket) -> int:
     """Run until a signal; returns the exit code."""
-    import uvicorn  # torch, lightning and torchrl below take seconds: bad keys fail before that
-
-    from nexus_lightning.services.app import make_app
+    # torch, lightning and torchrl take seconds: bad keys fail before that
+    from nexus_lightning.services.app import make_server
     from nexus_lightning.services.master import Master
     from nexus_lightning.services.service import Service
     from nexus_lightning.services.store import StoreError
@@ -61,15 +60,7 @@ def serve(config: ServeConfig, address: socket.socket) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 2
     write_operator_token(service)
-    settings = uvicorn.Config(
-        make_app(service),
-        log_level="warning",
-        access_log=False,  # paths hold ids, and /metrics counts
-        server_header=False,
-        lifespan="off",
-        timeout_graceful_shutdown=10,
-    )
-    server = uvicorn.Server(settings)
+    server = make_server(service)
     http = threading.Thread(target=server.run, args=([address],), name="http")
     failed = threading.Event()
 

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Annotated, Any, BinaryIO, TypeVar
 
 import anyio
+import uvicorn
 from fastapi import Depends, FastAPI, Header, Query, Request
 from fastapi import Path as PathParameter
 from fastapi.exceptions import RequestValidationError
@@ -107,6 +108,19 @@ After = Annotated[int, Query(ge=0, le=2**53)]
 def make_app(service: Service) -> FastAPI:
     """The ASGI application of one service."""
     return _Routes(service).app
+
+
+def make_server(service: Service) -> uvicorn.Server:
+    """The HTTP server of one service, to be run in a thread of the process that trains."""
+    settings = uvicorn.Config(
+        make_app(service),
+        log_level="warning",
+        access_log=False,  # paths hold ids, and /metrics counts
+        server_header=False,
+        lifespan="off",
+        timeout_graceful_shutdown=10,
+    )
+    return uvicorn.Server(settings)
 
 
 class _Routes:

@@ -120,10 +120,9 @@ def _options(arguments: list[str] | None) -> argparse.Namespace:
 @contextmanager
 def _serving(options: argparse.Namespace, folder: Path) -> Iterator[tuple[Any, str, str, list[str]]]:
     """Master and HTTP server in this process: ``(master, url, token, tenant ids)``."""
-    import uvicorn
     from hydra import compose, initialize_config_dir
 
-    from nexus_lightning.services.app import make_app
+    from nexus_lightning.services.app import make_server
     from nexus_lightning.services.master import Master
     from nexus_lightning.services.service import Service
     from nexus_lightning.services.spec import register_serve_config, to_serve_config
@@ -153,7 +152,7 @@ def _serving(options: argparse.Namespace, folder: Path) -> Iterator[tuple[Any, s
 
     address = socket.create_server(("127.0.0.1", 0))
     address.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # as scripts/serve.py does
-    http = uvicorn.Server(uvicorn.Config(make_app(service), log_level="warning", access_log=False, lifespan="off"))
+    http = make_server(service)
     threads = [threading.Thread(target=run), threading.Thread(target=http.run, args=([address],))]
     for thread in threads:
         thread.start()
