@@ -93,8 +93,9 @@ class FakeMaster:
 
     # ---- workloads
 
-    def submit(self, tenant_id: str, workload: dict, *, resume: bool = False, on_end) -> None:
+    def submit(self, tenant_id: str, workload: dict, *, resume: bool = False, paused: bool = False, on_end) -> None:
         tenant = self._call("submit", tenant_id, workload["task"], resume)
+        tenant["paused"] = paused
         if tenant["workload"] is not None:
             raise Conflict(f"tenant {tenant_id}: a workload is active")
         tenant["workload"], tenant["on_end"] = workload, on_end

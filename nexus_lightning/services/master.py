@@ -390,7 +390,13 @@ class Master(LowLevelVerbs):
     # --------------------------------------------------------------------------------------------- workloads
 
     def submit(
-        self, tenant_id: str, workload: Mapping[str, Any], *, resume: bool = False, on_end: OnEnd = lambda end: None
+        self,
+        tenant_id: str,
+        workload: Mapping[str, Any],
+        *,
+        resume: bool = False,
+        paused: bool = False,
+        on_end: OnEnd = lambda end: None,
     ) -> None:
         """Start a workload. Returns once it is accepted; preparation goes on in a thread of its own.
 
@@ -398,6 +404,7 @@ class Master(LowLevelVerbs):
             tenant_id: of a tenant.
             workload: ``{task, dataset?, environment?, algorithm?, features?, eval?, target_jobs}``.
             resume: after a restart: go on from the tenant's payload, if that was saved in the middle of this workload.
+            paused: as after :meth:`pause`, from the start.
             on_end: see :data:`OnEnd`; called in the workload's thread.
 
         Raises:
@@ -423,7 +430,7 @@ class Master(LowLevelVerbs):
             scheduler = self.runtime.scheduler
             if scheduler.registered(tenant_id) and scheduler.in_flight(tenant_id):
                 raise Conflict(f"tenant {tenant_id}: has reserved jobs in flight; complete or fail them first")
-            work = tenant.workload = _Workload(config, workload_id, resume, on_end)
+            work = tenant.workload = _Workload(config, workload_id, resume, on_end, paused=paused)
         work.thread = threading.Thread(
             target=self._work, args=(tenant_id, tenant, work), name=f"workload-{tenant_id}", daemon=True
         )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import threading
 import time
 from collections import deque
@@ -17,7 +18,7 @@ class MetricLog:
 
     Args:
         path: a file of one JSON row a line; an existing one is continued, a torn last line cut off.
-        history: rows kept in memory, the newest; the file keeps all.
+        history: rows kept, the newest; the file is cut to them when it holds twice as many.
 
     Example:
         >>> import tempfile
@@ -33,12 +34,15 @@ class MetricLog:
         self.path = path
         self._changed = threading.Condition()
         self._rows: deque[dict[str, Any]] = deque(maxlen=history)
+        self._history, self._in_file = history, 0
         if path.is_file():
             content = path.read_bytes()
             whole = content[: content.rfind(b"\n") + 1]
             if len(whole) < len(content):
                 path.write_bytes(whole)
-            self._rows.extend(json.loads(line) for line in whole.splitlines()[-history:])
+            lines = whole.splitlines()
+            self._rows.extend(json.loads(line) for line in lines[-history:])
+            self._in_file = len(lines)
         self._last = self._rows[-1]["id"] if self._rows else 0
         self._file = path.open("a", encoding="utf-8")
 
@@ -53,8 +57,20 @@ class MetricLog:
             self._rows.append(row)
             self._file.write(json.dumps(row) + "\n")
             self._file.flush()
+            self._in_file += 1
+            if self._in_file >= 2 * self._history:
+                self._cut()
             self._changed.notify_all()
             return self._last
+
+    def _cut(self) -> None:
+        """A new file with the rows in memory takes the old one's place."""
+        new = self.path.with_suffix(".new")
+        new.write_text("".join(json.dumps(row) + "\n" for row in self._rows), encoding="utf-8")
+        self._file.close()
+        os.replace(new, self.path)
+        self._file = self.path.open("a", encoding="utf-8")
+        self._in_file = len(self._rows)
 
     def rows(self, after: int = 0) -> list[dict[str, Any]]:
         """The rows behind id ``after`` that are still in memory."""

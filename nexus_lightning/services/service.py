@@ -141,6 +141,7 @@ class Service:
             self.store.set_tenant(tenant_id, "lost", {"error": lost, "at_s": time.time()})
         self._tenants[tenant_id] = next(r for r in self.store.tenants() if r["tenant_id"] == tenant_id)
         restored = self._tenants[tenant_id]["restored"]
+        paused = self.store.paused()
         specs = {w["workload_id"]: w["spec"] for w in self.store.workloads(tenant_id)} if lost is None else {}
         for pending in self.futures.open_tenant(tenant_id, row["owner_id"]):
             pending["tenant_id"] = tenant_id
@@ -151,7 +152,11 @@ class Service:
                     tenant_id,
                     pending["seq"],
                     pending["verb"],
-                    self._run_workload(specs[pending["workload_id"]], resume=pending["status"] == "running"),
+                    self._run_workload(
+                        specs[pending["workload_id"]],
+                        resume=pending["status"] == "running",
+                        paused=pending["workload_id"] in paused,
+                    ),
                     long=True,
                     cancel=lambda: self.master.cancel(tenant_id),
                     gap_by_s=time.time() + self.limits.sequence_gap_s,
@@ -303,11 +308,14 @@ class Service:
             workload=("w" + secrets.token_hex(16), spec),
         )
 
-    def _run_workload(self, spec: dict[str, Any], resume: bool = False) -> Callable[[Request], None]:
+    def _run_workload(
+        self, spec: dict[str, Any], resume: bool = False, paused: bool = False
+    ) -> Callable[[Request], None]:
         def run(request: Request) -> None:
             # by its id the master knows after a restart which workload a payload was saved in
             named = spec if spec["task"] == "eval" else {**spec, "workload_id": request.workload_id}
-            self.master.submit(request.tenant_id, named, resume=resume, on_end=self._on_end(request.future_id))
+            on_end = self._on_end(request.future_id)
+            self.master.submit(request.tenant_id, named, resume=resume, paused=paused, on_end=on_end)
 
         return run
 
@@ -351,6 +359,7 @@ class Service:
             else:
                 self.futures.wait_taken(row["future_id"])
                 getattr(self.master, action)(tenant_id)
+                self.store.set_paused(workload_id, action == "pause")
         elif action != "cancel":
             raise Conflict(f"workload {workload_id}: has ended: {row['status']}")
         return self.workload(account, tenant_id, workload_id)

@@ -57,6 +57,7 @@ CREATE TABLE IF NOT EXISTS workloads (
     workload_id TEXT PRIMARY KEY, tenant_id TEXT NOT NULL REFERENCES tenants, future_id TEXT NOT NULL,
     spec TEXT NOT NULL, created_s REAL NOT NULL
 ) WITHOUT ROWID;
+CREATE TABLE IF NOT EXISTS paused (workload_id TEXT PRIMARY KEY) WITHOUT ROWID;
 CREATE TABLE IF NOT EXISTS sessions (
     session_id TEXT PRIMARY KEY, owner_id TEXT NOT NULL REFERENCES owners, created_s REAL NOT NULL
 ) WITHOUT ROWID;
@@ -181,6 +182,8 @@ class Store:
         with self._transaction() as db:
             files = db.execute("SELECT future_id FROM requests WHERE tenant_id = ? AND data_bytes > 0", (tenant_id,))
             names = [row[0] for row in files]
+            mine = "(SELECT workload_id FROM workloads WHERE tenant_id = ?)"
+            db.execute(f"DELETE FROM paused WHERE workload_id IN {mine}", (tenant_id,))
             db.execute("DELETE FROM workloads WHERE tenant_id = ?", (tenant_id,))
             db.execute("DELETE FROM requests WHERE tenant_id = ?", (tenant_id,))
             db.execute(
@@ -316,6 +319,14 @@ class Store:
             "FROM workloads JOIN requests USING (future_id) WHERE workloads.tenant_id = ? ORDER BY seq",
             (tenant_id,),
         )
+
+    def set_paused(self, workload_id: str, paused: bool) -> None:
+        verb = "INSERT OR IGNORE INTO paused VALUES (?)" if paused else "DELETE FROM paused WHERE workload_id = ?"
+        self._write(verb, (workload_id,))
+
+    def paused(self) -> set[str]:
+        """Ids of the workloads that were paused last and not resumed."""
+        return {row["workload_id"] for row in self._read("SELECT workload_id FROM paused")}
 
     # ------------------------------------------------------------------------------------------------------ sessions
 

@@ -353,6 +353,8 @@ def test_a_restart_brings_back_what_it_can_and_says_what_it_cannot(serve):
     lost = send(served.alice, f"/v1/tenants/{tenant}/training/save", **{"Nexus-Seq": "3"}).json()
     while served.master.tenants[tenant]["workload"] is None:
         time.sleep(0.01)
+    workload_id = served.alice.get(path).json()["workloads"][0]["workload_id"]
+    assert served.alice.post(f"{path}/{workload_id}/pause").status_code == 200
     session = served.alice.post("/v1/environments/sessions", json={"environment": {"name": "toy"}}).json()["session_id"]
     half = "t" + "1" * 32
     served.service.store.add_tenant(half, served.service.store.owners()[1]["owner_id"], "half", SPEC)
@@ -377,6 +379,8 @@ def test_a_restart_brings_back_what_it_can_and_says_what_it_cannot(serve):
     assert again["future_id"] == first["future_id"], "the client's retry finds the request of before"
     while ("submit", tenant, "sft", True) not in served.master.calls:
         time.sleep(0.01)
+    assert served.master.tenants[tenant]["paused"], "as it was before"
+    assert alice.post(f"{path}/{workload_id}/resume").status_code == 200 and not served.service.store.paused()
     served.master.end_workload(tenant, result={"jobs": 4})
     assert alice.get(f"/v1/futures/{first['future_id']}?wait_s=20").json()["result"] == {"jobs": 4}
     error = alice.get(f"/v1/futures/{lost['future_id']}").json()["error"]

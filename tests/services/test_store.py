@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from nexus_lightning.services import store as store_module
+from nexus_lightning.services.metrics import MetricLog
 from nexus_lightning.services.store import Store, StoreError
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -96,6 +97,7 @@ def test_kill_9_loses_nothing_that_was_returned(tmp_path):
 import os, sys
 sys.path.insert(0, {str(ROOT)!r})
 from pathlib import Path
+from nexus_lightning.services.metrics import MetricLog
 from nexus_lightning.services.store import Store
 store = Store(Path({str(tmp_path)!r}))
 store.add_owner("o1", "alice", "tenant")
@@ -116,3 +118,15 @@ os.kill(os.getpid(), 9)
     assert [row["status"] for row in rows] == ["completed", "pending"] * 10
     assert all(store.result_path(r["future_id"]).stat().st_size == r["data_bytes"] for r in rows if r["seq"] % 2)
     store.close()
+
+
+def test_a_tenants_metrics_do_not_grow_for_ever(tmp_path):
+    log = MetricLog(tmp_path / "t.jsonl", history=5)
+    for i in range(23):
+        assert log.add({"loss": float(i)}) == i + 1
+        assert len(log.path.read_text().splitlines()) < 10
+    log.close()
+    again = MetricLog(log.path, history=5)
+    assert [row["metrics"]["loss"] for row in again.rows()] == [18.0, 19.0, 20.0, 21.0, 22.0]
+    assert again.add({"loss": 23.0}) == 24, "the numbers go on"
+    again.close()
