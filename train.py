@@ -7,6 +7,7 @@ import warnings
 from pathlib import Path
 
 import hydra
+from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 
 from nexus_lightning.config import ConfigError, head_overrides, register_configs, to_config
@@ -30,7 +31,8 @@ def main(cfg: DictConfig) -> float | None:
         logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
         # advice to the developers of the libraries
         warnings.filterwarnings("ignore", module=r"(lightning|torchrl|torch|tensordict)\.")
-        config = to_config(cfg, head_dir=Path(__file__).parent / "conf" / "head")
+        overrides = HydraConfig.get().overrides.task
+        config = to_config(cfg, head_dir=Path(__file__).parent / "conf" / "head", overrides=overrides)
         from torch.distributed.elastic.multiprocessing.errors import record
 
         from nexus_lightning.trainer import train  # lightning and torchrl take seconds: bad keys fail before that

@@ -15,7 +15,7 @@ import json
 import math
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, is_dataclass
 from pathlib import Path
 from typing import Any
@@ -362,17 +362,26 @@ def head_overrides(overrides: list[str]) -> list[str]:
     return out
 
 
-def to_config(cfg: DictConfig, head_dir: Path | None = None) -> NexusConfig:
+def to_config(cfg: DictConfig, head_dir: Path | None = None, overrides: Sequence[str] = ()) -> NexusConfig:
     """Composed Hydra config -> typed objects.
 
-    A head given by name (``tenants.libero.head=flow_matching``, see :func:`head_overrides`) is read from
-    ``head_dir/<name>.yaml`` in place of the tenant's own.
+    A head given by name (``tenants.libero.head=flow_matching``, see :func:`head_overrides`; in an experiment ``head:
+    {_new_: {name: flow_matching}}``) is read from ``head_dir/<name>.yaml`` in place of the tenant's own. Its keys come
+    from there, then from ``_new_``, then from ``overrides``.
+
+    Args:
+        cfg: composed.
+        head_dir: default ``conf/head``.
+        overrides: that ``cfg`` was composed with, a sweeper's among them: what they set of a head is meant for the one
+            that the tenant ends up with.
 
     Raises:
         ConfigError: a ``???`` value was not given, or a head file does not exist; all listed.
     """
     cfg = cfg.copy()
     problems = []
+    matches = [re.fullmatch(r"\+{0,2}tenants\.([^.=]+)\.head\.(\w+)(?:\..+)?=.*", o, re.DOTALL) for o in overrides]
+    asked = {(match[1], match[2]) for match in matches if match and match[2] != "_new_"}
     for name in cfg.tenants:
         tenant = cfg.tenants[name]
         if OmegaConf.is_missing(tenant, "head"):
@@ -383,7 +392,8 @@ def to_config(cfg: DictConfig, head_dir: Path | None = None) -> NexusConfig:
             continue
         file = (head_dir or Path("conf/head")) / f"{new.pop('name')}.yaml"
         if file.is_file():
-            tenant.head = {**OmegaConf.to_container(OmegaConf.load(file)), **new}  # type: ignore[dict-item]
+            given = {} if isinstance(head, str) else {k: head[k] for k in head if (name, k) in asked}
+            tenant.head = {**OmegaConf.to_container(OmegaConf.load(file)), **new, **given}  # type: ignore[dict-item]
         else:
             choices = ", ".join(sorted(p.stem for p in file.parent.glob("*.yaml")))
             problems.append(f"tenants.{name}.head={file.stem}: no such head; choose one of {choices}")

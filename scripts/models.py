@@ -254,10 +254,11 @@ def _estimate(overrides: list[str]) -> dict[str, Any]:
     register_configs()
     try:
         with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
-            cfg = compose("config", overrides=head_overrides(overrides))
+            overrides = head_overrides(overrides)
+            cfg = compose("config", overrides=overrides)
     except HydraException as error:
         raise ConfigError([str(error)]) from None
-    config = to_config(cfg, head_dir=ROOT / "conf" / "head")
+    config = to_config(cfg, head_dir=ROOT / "conf" / "head", overrides=overrides)
     validate(config)
     figures = estimate(config)
     print(estimate_table(figures, free_bytes(torch.device("cpu"))))

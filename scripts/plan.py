@@ -63,8 +63,9 @@ def main() -> int:
     register_configs()
     try:
         with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
-            cfg = compose("config", overrides=head_overrides(overrides))
-        config = to_config(cfg, head_dir=ROOT / "conf" / "head")
+            overrides = head_overrides(overrides)
+            cfg = compose("config", overrides=overrides)
+        config = to_config(cfg, head_dir=ROOT / "conf" / "head", overrides=overrides)
         validate(config)
         plan = resolve(config, devices(args), estimate(config))
     except (ConfigError, HydraException) as error:

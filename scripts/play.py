@@ -70,8 +70,9 @@ def load_tenant(name: str, overrides: list[str]) -> "TenantConfig":
     register_configs()
     try:
         with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
-            composed = compose("config", [f"+tenants=[{name}]", *head_overrides(overrides)])
-        tenant = to_config(composed, ROOT / "conf" / "head").tenants[name]
+            overrides = head_overrides(overrides)
+            composed = compose("config", [f"+tenants=[{name}]", *overrides])
+        tenant = to_config(composed, ROOT / "conf" / "head", overrides).tenants[name]
     except (HydraException, ConfigError) as error:
         raise SystemExit(f"error: tenant={name}: {error}") from None
     if tenant.environment is None:

@@ -80,7 +80,7 @@ def compose(tmp_path):
                     *head_overrides(list(overrides)),
                 ],
             )
-        return to_config(cfg, head_dir=ROOT / "conf" / "head")
+        return to_config(cfg, head_dir=ROOT / "conf" / "head", overrides=head_overrides(list(overrides)))
 
     return build
 

@@ -78,6 +78,17 @@ def test_a_head_by_name(compose):
         compose("+tenants=[toy_sft]", "tenants.toy_sft.head=transformer")
 
 
+def test_what_is_set_of_a_head_reaches_the_one_that_takes_its_place(compose):
+    """The command line over an experiment that gives a tenant another head, and a sweeper over a head by name."""
+    config = compose("experiment=toy_rl", "tenants.toy_flow.head.lr=2e-4", "+tenants.toy_flow.head.num_steps=4")
+    options = config.tenants["toy_flow"].head
+    assert (options["lr"], options["num_steps"], options["warmup_steps"]) == (2e-4, 4, 0)
+    assert "hidden_dim" not in options, "a key of the head that went"
+    swept = ["++tenants.toy.head._new_.name=flow_matching", "tenants.toy.head.lr=0.002"]
+    options = compose("+tenants=[toy]", *swept).tenants["toy"].head
+    assert options["_target_"].endswith("FlowMatchingHead") and options["lr"] == 0.002
+
+
 def test_unknown_keys_and_wrong_types_fail_with_the_full_key(compose):
     with pytest.raises(ConfigCompositionException, match="taks"):
         compose("+tenants=[toy]", "tenants.toy.taks=sft")

@@ -72,8 +72,9 @@ def agent(monkeypatch, tmp_path):
 def composed(overrides: list[str]):
     register_configs()
     with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
-        cfg = compose("config", overrides=head_overrides(overrides))
-    config = to_config(cfg, head_dir=ROOT / "conf" / "head")
+        overrides = head_overrides(overrides)
+        cfg = compose("config", overrides=overrides)
+    config = to_config(cfg, head_dir=ROOT / "conf" / "head", overrides=overrides)
     validate(config)
     return config
 

@@ -37,8 +37,8 @@ def composed(*overrides: str) -> Any:
 
     register_configs()
     with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
-        given = ["logger=csv", "trainer.enable_progress_bar=false"]
-        return to_config(compose("config", overrides=[*given, *head_overrides([*overrides])]), ROOT / "conf" / "head")
+        given = ["logger=csv", "trainer.enable_progress_bar=false", *head_overrides([*overrides])]
+        return to_config(compose("config", overrides=given), ROOT / "conf" / "head", given)
 
 
 def toy(folder: Path, *overrides: str, backbone: dict | None = None, jobs: int = 3) -> Any:
