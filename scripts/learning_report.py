@@ -1,8 +1,8 @@
 """Runs that must learn, on several seeds: one table, curves, JSON.
 
 Every row is one or more ``python train.py experiment=<name> seed=<s>`` (``conf/experiment/``), each in a process of its
-own. A finished run is kept under ``--out`` with its command, commit and duration and not run again, so that an
-interrupted report goes on where it stopped; ``--again`` starts over.
+own. A finished run is kept under ``--out`` with its command, commit and duration, and not run again while the command
+and what it configures are the same: an interrupted report goes on where it stopped. ``--again`` starts over.
 
     python scripts/learning_report.py toy_rl --seeds 0 --json learning.json --png learning.png
     python scripts/learning_report.py                    # every row, seeds 0 1 2: hours on two cores
@@ -20,18 +20,22 @@ import statistics
 import subprocess
 import sys
 import time
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
+import yaml  # noqa: E402
 from matplotlib.figure import Figure  # noqa: E402
 from tqdm import tqdm  # noqa: E402
 
 from nexus_lightning.monitoring.banner import text_table  # noqa: E402
 from scripts.bench.common import machine  # noqa: E402
+
+#: Parts of the configuration that decide what is learnt.
+DECISIVE = ("tenants", "backbone", "seed")
 
 
 @dataclass(frozen=True)
@@ -207,13 +211,30 @@ def runs_of(name: str, seeds: list[int]) -> list[Run]:
 
 
 def finished(run: Run, options: argparse.Namespace) -> dict[str, Any] | None:
-    """The record of an earlier, complete run with the same command; None when there is none."""
+    """The record of an earlier, complete run with the same command and configuration; None when there is none."""
     path = run.folder(options.out) / "record.json"
     if options.again or not path.is_file():
         return None
     record = json.loads(path.read_text())
     command = run.command(run.folder(options.out), options.data, options.set)
-    return record if record["command"] == command[1:] and Path(record["run_dir"]).is_dir() else None
+    kept = Path(record["run_dir"]) / "config.yaml"
+    if record["command"] != command[1:] or not kept.is_file():
+        return None
+    was, now = yaml.safe_load(kept.read_text()), configured(command[2:])
+    return record if all(was[key] == now[key] for key in DECISIVE) else None
+
+
+def configured(overrides: list[str]) -> dict[str, Any]:
+    """What ``train.py`` would write into the run's config.yaml."""
+    from hydra import compose, initialize_config_dir
+
+    from nexus_lightning.config import head_overrides, register_configs, to_config
+
+    register_configs()
+    overrides = head_overrides(overrides)
+    with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
+        config = to_config(compose("config", overrides=overrides), ROOT / "conf" / "head", overrides)
+    return yaml.safe_load(yaml.safe_dump(asdict(config)))
 
 
 def start(run: Run, options: argparse.Namespace) -> dict[str, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from pathlib import Path
 
 import pytest
 from conftest import ROOT
@@ -116,6 +117,10 @@ def test_one_short_run_from_the_command_line_to_the_picture(tmp_path, monkeypatc
     assert "toy_a" in capsys.readouterr().out
     monkeypatch.setattr(learning_report, "start", lambda *_: pytest.fail("ran again"))
     assert learning_report.main(arguments) == 0
+    kept = Path(report["runs"][0]["run_dir"]) / "config.yaml"
+    kept.write_text(kept.read_text().replace("target_jobs: 1", "target_jobs: 3"))  # as if the experiment had changed
+    with pytest.raises(pytest.fail.Exception, match="ran again"):
+        learning_report.main(arguments)
 
 
 def test_an_unknown_row_is_refused(capsys):
