@@ -221,6 +221,7 @@ def finished(run: Run, options: argparse.Namespace) -> dict[str, Any] | None:
     if record["command"] != command[1:] or not kept.is_file():
         return None
     was, now = yaml.safe_load(kept.read_text()), configured(command[2:])
+    record.setdefault("payloads", digests(kept.parent))
     return record if all(was[key] == now[key] for key in DECISIVE) else None
 
 
@@ -259,6 +260,7 @@ def start(run: Run, options: argparse.Namespace) -> dict[str, Any]:
         "minutes": (time.time() - begun) / 60,
         "tenants": json.loads((run_dir / "summary.json").read_text())["tenants"],
         "curves": curves(run_dir),
+        "payloads": digests(run_dir),
     }
     (folder / "record.json").write_text(json.dumps(record, indent=2) + "\n")
     return record
@@ -268,6 +270,14 @@ def _environment() -> dict[str, str]:
     """Simulator processes start quickly only with compiled bytecode."""
     environment = {k: v for k, v in os.environ.items() if k != "PYTHONDONTWRITEBYTECODE"}
     return {"MUJOCO_GL": "osmesa", **environment}
+
+
+def digests(run_dir: Path) -> dict[str, str]:
+    """Of the tensors of every tenant's last payload: equal digests, equal bits."""
+    from nexus_lightning.checkpoint import list_payloads, read_manifest
+
+    last = {folder.name: list_payloads(folder)[-1:] for folder in sorted((run_dir / "tenants").iterdir())}
+    return {tenant: read_manifest(path)["tensors_digest"] for tenant, paths in last.items() for path in paths}
 
 
 def curves(run_dir: Path) -> dict[str, list[dict[str, float]]]:
@@ -306,6 +316,8 @@ def row_report(name: str, runs: list[Run]) -> dict[str, Any]:
         if ROWS[name].alone:
             alone = [run for run in runs if run.label == f"{result.tenant}-alone"]
             line |= compared(line, tenant_line(result, alone))
+            ends = [[run.record["payloads"][result.tenant] for run in some] for some in (mine, alone)]
+            line["same_payload"] = ends[0] == ends[1]
         lines.append(line)
         numbers[result.tenant] = line["success"]
         for key in ("first", "other", "alone", "minutes_to_goal"):
@@ -379,7 +391,8 @@ def table(report: dict[str, Any]) -> str:
             if line.get("other") is not None:
                 extra.append(f"against {line['other']:.0%}")
             if line.get("alone") is not None:
-                extra.append(f"alone {line['alone']:.0%} +- {line['noise']:.0%}")
+                same = ", the same payload" if line["same_payload"] else ""
+                extra.append(f"alone {line['alone']:.0%} +- {line['noise']:.0%}{same}")
             seeds = ", ".join(f"{value:.0%}" for value in line["per_seed"])
             rows.append(
                 (

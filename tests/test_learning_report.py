@@ -31,6 +31,7 @@ def record(tenants: dict[str, tuple[float | None, float]], n: int = 50, curve: l
             for name, (first, last) in tenants.items()
         },
         "curves": {name: curve or [] for name in tenants},
+        "payloads": {name: f"bits of {last}" for name, (_, last) in tenants.items()},
     }
 
 
@@ -60,15 +61,24 @@ def test_a_goal_must_be_reached_in_time(monkeypatch):
 
 
 def test_together_is_compared_with_alone_within_noise(monkeypatch):
-    monkeypatch.setitem(ROWS, "row", Row((Result("a", "as alone"), Result("b", "as alone")), alone=True))
+    monkeypatch.setitem(ROWS, "row", Row(tuple(Result(name, "as alone") for name in "abc"), alone=True))
     runs = runs_of("row", [0])
-    assert [(run.label, run.without) for run in runs] == [("together", ()), ("a-alone", ("b",)), ("b-alone", ("a",))]
-    results = [record({"a": (None, 0.9), "b": (None, 0.2)}), record({"a": (None, 0.8)}), record({"b": (None, 0.9)})]
+    assert [(run.label, run.without) for run in runs] == [
+        ("together", ()),
+        ("a-alone", ("b", "c")),
+        ("b-alone", ("a", "c")),
+        ("c-alone", ("a", "b")),
+    ]
+    together = record({"a": (None, 0.9), "b": (None, 0.2), "c": (None, 0.5)})
+    results = [together, *(record({name: (None, rate)}) for name, rate in (("a", 0.8), ("b", 0.9), ("c", 0.5)))]
     for run, result in zip(runs, results, strict=True):
         run.record = result
-    a, b = row_report("row", runs)["lines"]
+    report = row_report("row", runs)
+    a, b, c = report["lines"]
     assert a["alone"] == approx(0.8) and a["met"] is True
     assert b["met"] is False
+    assert [line["same_payload"] for line in (a, b, c)] == [False, False, True]
+    assert table({"row": report}).count("the same payload") == 1
 
 
 def test_noise_is_half_the_interval_of_a_difference():
