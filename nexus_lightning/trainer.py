@@ -14,6 +14,7 @@ import lightning as L
 import torch
 import yaml
 from hydra.utils import get_class, instantiate
+from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.loggers import Logger
 
@@ -58,6 +59,22 @@ from nexus_lightning.schema import TenantSchema
 from nexus_lightning.tenant import TenantSlot, TenantSpec, build_slot
 
 LAST_CHECKPOINT = Path("checkpoints") / "last.ckpt"
+
+
+class LocalCheckpointIO(TorchCheckpointIO):
+    """Plain files in place of an fsspec transaction.
+
+    A transaction belongs to all threads of the process: the metrics row that an evaluation appends during a checkpoint
+    would be taken into it, and the run would end with an AttributeError of fsspec.
+    """
+
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], path: str | os.PathLike, storage_options: Any | None = None
+    ) -> None:
+        """Not atomic: :class:`TenantCheckpoint` renames what is complete."""
+        if storage_options is not None:
+            raise TypeError("storage_options: checkpoints are local files")
+        torch.save(checkpoint, path)
 
 
 class TenantCheckpoint(Callback):
@@ -154,6 +171,8 @@ class NexusTrainer(L.Trainer):
             log_every_n_steps=1,
             **kwargs,
         )
+        if type(self.strategy.checkpoint_io) is TorchCheckpointIO:  # else it was asked for
+            self.strategy.checkpoint_io = LocalCheckpointIO()
         self.runtime = runtime
         self.fit_loop = MultiTenantFitLoop(self, runtime)
         runtime.on_metrics = lambda metrics, step: [log.log_metrics(metrics, step) for log in self.loggers]

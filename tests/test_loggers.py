@@ -20,6 +20,7 @@ from nexus_lightning.monitoring.loggers import (
     logger_problems,
     make_loggers,
 )
+from nexus_lightning.trainer import LocalCheckpointIO
 
 
 def _rows(run_dir: Path) -> list[dict]:
@@ -82,6 +83,30 @@ def test_csv_from_a_trainer_and_many_threads(tmp_path):
         thread.join()
     rows = _rows(tmp_path)
     assert len(rows) == 60 and all(sum(r[f"train/t{i}/loss"] == "1.0" for r in rows) == 20 for i in range(3))
+
+
+def test_rows_that_are_written_during_a_checkpoint(tmp_path):
+    """Lightning's checkpoints would take them into their transaction, which is the whole process's, and fail."""
+    logger, over = RunCSVLogger(tmp_path), threading.Event()
+    logged = 0
+
+    def log():
+        nonlocal logged
+        while not over.is_set():
+            logger.log_metrics({"eval/toy/success_rate": 1.0}, logged)
+            logger.save()
+            logged += 1
+
+    thread = threading.Thread(target=log)
+    thread.start()
+    weights = {"weights": torch.arange(200_000)}
+    for _ in range(30):
+        LocalCheckpointIO().save_checkpoint(weights, tmp_path / "last.ckpt")
+    over.set()
+    thread.join()
+    with (tmp_path / "metrics.csv").open() as file:
+        assert [int(row["step"]) for row in csv.DictReader(file)] == list(range(logged)) and logged > 5
+    assert torch.equal(torch.load(tmp_path / "last.ckpt")["weights"], weights["weights"])
 
 
 def test_threads_that_log_first_at_once_share_one_writer(tmp_path, monkeypatch):
