@@ -976,7 +976,8 @@ class Runtime:
     def record_evaluation(self, result: EvalResult, video: Path | None) -> None:
         """Keep, show and log the result of a whole evaluation."""
         slot = self.slots[result.tenant]
-        slot.evaluations.append({**result_dict(result), "jobs_completed": slot.jobs_completed})
+        # a new list: the old one may be on its way into a payload (this is the evaluation's thread)
+        slot.evaluations = [*slot.evaluations, {**result_dict(result), "jobs_completed": slot.jobs_completed}]
         self.status.tenants[result.tenant].success_rate = result.success_rate
         tasks = {f"success_rate_{r.task}": r.success_rate for r in result.by_task} if len(result.by_task) > 1 else {}
         self.log(

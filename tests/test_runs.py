@@ -17,8 +17,11 @@ from fakes import FakeBackbone
 from fsspec import AbstractFileSystem
 
 from models.heads.mlp import ChunkMLPHead
+from nexus_lightning import checkpoint
 from nexus_lightning.checkpoint import read_payload, resolve_payload, tensors_digest
 from nexus_lightning.policy import load_policy
+from nexus_lightning.producers.evaluation import summarise
+from nexus_lightning.runtime import Runtime
 from nexus_lightning.trainer import train
 
 FAKE = {"_target_": "fakes.FakeBackbone"}
@@ -172,6 +175,29 @@ def test_relative_folders_work(toy, tmp_path, monkeypatch):
     assert list((tmp_path / "data" / "payloads").glob("*/tenants/start/latest"))
     config.ckpt_path, config.tenants["toy_sft"].target_jobs = "last", 8
     assert train(config)["tenants"]["toy_sft"]["jobs_completed"] == 8
+
+
+def test_an_evaluation_ends_while_a_payload_is_written(toy, monkeypatch):
+    """It belongs to the next one; the payload is read back and compared with what was to be saved."""
+    save, verify, runs = Runtime.save_payload, checkpoint._verify, []
+    episode = {"task": "t", "instruction": "t", "seed": 0, "success": True, "success_at_end": True}
+    result = summarise("toy_sft", 0, [{**episode, "episode_return": 1.0, "episode_length": 3}])
+
+    def saving(runtime, slot):
+        runs.append(runtime)
+        return save(runtime, slot)
+
+    def verifying(*arguments):
+        thread = threading.Thread(target=runs[-1].record_evaluation, args=(result, None))
+        thread.start()
+        thread.join()
+        verify(*arguments)
+
+    monkeypatch.setattr(Runtime, "save_payload", saving)
+    monkeypatch.setattr(checkpoint, "_verify", verifying)
+    run = train(toy("+tenants=[toy_sft]", "trainer.max_jobs=1"))
+    payload = read_payload(resolve_payload(f"{run['run_dir']}/tenants/toy_sft"))
+    assert len(payload.state["evaluations"]) < len(runs[-1].slots["toy_sft"].evaluations)
 
 
 def test_the_checkpoint_holds_no_weights_and_no_backbone(toy, monkeypatch):
