@@ -225,17 +225,18 @@ def run_host(pipe: Any, target: str, arguments: dict[str, Any]) -> None:
     try:
         host = SimulatorHost(target, arguments)
         while True:
-            command, values = pipe.recv()
+            try:
+                command, values = pipe.recv()
+            except (EOFError, OSError):  # the server is gone
+                break
             if command == "stop":
                 break
             pipe.send(("ok", getattr(host, command)(*values)))
-    except (EOFError, OSError):
-        pass
-    except Exception:
+    except Exception:  # also an OSError: a simulator that misses a file says which
         try:
             pipe.send(("error", traceback.format_exc()))
         except OSError:
-            pass
+            pass  # the server is gone
     finally:
         if host is not None:
             host.close()

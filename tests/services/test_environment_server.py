@@ -46,6 +46,7 @@ class Counting(Simulator):
     image_orientation = "upright"
     steps = 0
     gate = None
+    error = ValueError
     drift = 0.0
     inside = 0
     most_inside = 0
@@ -65,7 +66,7 @@ class Counting(Simulator):
         Counting.inside -= 1
         self.count += 1
         if self.count == self.raise_at:
-            raise ValueError("the gripper broke")
+            raise self.error("the gripper broke")
         return StepResult(float(action[0]) + Counting.drift, False, False, self.count >= self.horizon)
 
     def observe(self):
@@ -379,7 +380,9 @@ def test_a_lease_runs_out(server):
     remote.close()
 
 
-def test_a_simulator_that_raises_says_so(server):
+@pytest.mark.parametrize("error", [ValueError, FileNotFoundError, EOFError])
+def test_a_simulator_that_raises_says_so(server, monkeypatch, error):
+    monkeypatch.setattr(Counting, "error", error)
     remote = RemoteSimulator(server.url, "count", {"raise_at": 2})
     remote.reset(1)
     with pytest.raises(Exception, match=r"(?s)Traceback.*the gripper broke") as caught:

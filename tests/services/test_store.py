@@ -97,7 +97,6 @@ def test_kill_9_loses_nothing_that_was_returned(tmp_path):
 import os, sys
 sys.path.insert(0, {str(ROOT)!r})
 from pathlib import Path
-from nexus_lightning.services.metrics import MetricLog
 from nexus_lightning.services.store import Store
 store = Store(Path({str(tmp_path)!r}))
 store.add_owner("o1", "alice", "tenant")
