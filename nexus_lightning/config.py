@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from hydra import compose, initialize_config_dir
 from hydra.core.config_store import ConfigStore
 from hydra.utils import get_class
 from omegaconf import MISSING, DictConfig, OmegaConf
@@ -360,6 +361,20 @@ def head_overrides(overrides: list[str]) -> list[str]:
         else:
             out.append(override)
     return out
+
+
+def compose_config(conf_dir: Path, overrides: Sequence[str]) -> NexusConfig:
+    """What ``train.py`` makes of these overrides, for programs that are not Hydra applications themselves.
+
+    Raises:
+        HydraException: an override does not fit.
+        ConfigError: see :func:`to_config`.
+    """
+    register_configs()
+    overrides = head_overrides([*overrides])
+    with initialize_config_dir(str(conf_dir), version_base="1.3"):
+        cfg = compose("config", overrides=overrides)
+    return to_config(cfg, conf_dir / "head", overrides)
 
 
 def to_config(cfg: DictConfig, head_dir: Path | None = None, overrides: Sequence[str] = ()) -> NexusConfig:

@@ -31,9 +31,7 @@ def main(argv: list[str]) -> None:
 
 def from_tenant(words: dict[str, str]) -> dict[str, Any]:
     """Arguments of ``record_demonstrations`` for ``tenant=NAME [root=]`` and the keys of ``dataset.record``."""
-    from hydra import compose, initialize_config_dir
-
-    from nexus_lightning.config import dataset_root, register_configs, schema_of, to_config
+    from nexus_lightning.config import compose_config, dataset_root, schema_of
 
     known = ("tenant", "root", "episodes", "first_seed", "workers", "random_share", "keep_failures")
     if unknown := set(words) - set(known):
@@ -41,9 +39,7 @@ def from_tenant(words: dict[str, str]) -> dict[str, Any]:
     name = words.pop("tenant")
     root = words.pop("root", None)
     overrides = [f"tenants.{name}.dataset.record.{key}={value}" for key, value in words.items()]
-    register_configs()
-    with initialize_config_dir(str(REPO / "conf"), version_base="1.3"):
-        config = to_config(compose("config", [f"+tenants=[{name}]", *overrides]), REPO / "conf" / "head")
+    config = compose_config(REPO / "conf", [f"+tenants=[{name}]", *overrides])
     tenant = config.tenants[name]
     if tenant.dataset is None or tenant.dataset.record is None or tenant.environment is None:
         raise SystemExit(f"tenant {name!r} has no dataset.record: there is nothing to record for it")

@@ -227,15 +227,9 @@ def finished(run: Run, options: argparse.Namespace) -> dict[str, Any] | None:
 
 def configured(overrides: list[str]) -> dict[str, Any]:
     """What ``train.py`` would write into the run's config.yaml."""
-    from hydra import compose, initialize_config_dir
+    from nexus_lightning.config import compose_config
 
-    from nexus_lightning.config import head_overrides, register_configs, to_config
-
-    register_configs()
-    overrides = head_overrides(overrides)
-    with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
-        config = to_config(compose("config", overrides=overrides), ROOT / "conf" / "head", overrides)
-    return yaml.safe_load(yaml.safe_dump(asdict(config)))
+    return yaml.safe_load(yaml.safe_dump(asdict(compose_config(ROOT / "conf", overrides))))
 
 
 def start(run: Run, options: argparse.Namespace) -> dict[str, Any]:

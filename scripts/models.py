@@ -25,7 +25,7 @@ from tqdm import tqdm
 
 from nexus_lightning.backbone import Backbone, SharedBackbone
 from nexus_lightning.checks import INSTRUCTIONS, check_backbone, check_head, random_observation
-from nexus_lightning.config import ConfigError, head_overrides, register_configs, split_head, to_config, validate
+from nexus_lightning.config import ConfigError, compose_config, split_head, validate
 from nexus_lightning.head import ActionHead, choose_kind
 from nexus_lightning.memory import (
     estimate,
@@ -248,17 +248,12 @@ def _needs_download(node: dict[str, Any]) -> bool:
 
 
 def _estimate(overrides: list[str]) -> dict[str, Any]:
-    from hydra import compose, initialize_config_dir
     from hydra.errors import HydraException
 
-    register_configs()
     try:
-        with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
-            overrides = head_overrides(overrides)
-            cfg = compose("config", overrides=overrides)
+        config = compose_config(ROOT / "conf", overrides)
     except HydraException as error:
         raise ConfigError([str(error)]) from None
-    config = to_config(cfg, head_dir=ROOT / "conf" / "head", overrides=overrides)
     validate(config)
     figures = estimate(config)
     print(estimate_table(figures, free_bytes(torch.device("cpu"))))

@@ -53,19 +53,14 @@ def parse(arguments: list[str]) -> tuple[Arguments, list[str]]:
 
 def main() -> int:
     args, overrides = parse(sys.argv[1:])
-    from hydra import compose, initialize_config_dir
     from hydra.errors import HydraException
 
-    from nexus_lightning.config import ConfigError, head_overrides, register_configs, to_config, validate
+    from nexus_lightning.config import ConfigError, compose_config, validate
     from nexus_lightning.memory import estimate
     from nexus_lightning.placement.plan import resolve
 
-    register_configs()
     try:
-        with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
-            overrides = head_overrides(overrides)
-            cfg = compose("config", overrides=overrides)
-        config = to_config(cfg, head_dir=ROOT / "conf" / "head", overrides=overrides)
+        config = compose_config(ROOT / "conf", overrides)
         validate(config)
         plan = resolve(config, devices(args), estimate(config))
     except (ConfigError, HydraException) as error:

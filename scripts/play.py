@@ -62,17 +62,12 @@ def parse(arguments: list[str]) -> Arguments:
 
 def load_tenant(name: str, overrides: list[str]) -> "TenantConfig":
     """The tenant as ``train.py`` would see it."""
-    from hydra import compose, initialize_config_dir
     from hydra.errors import HydraException
 
-    from nexus_lightning.config import ConfigError, head_overrides, register_configs, to_config
+    from nexus_lightning.config import ConfigError, compose_config
 
-    register_configs()
     try:
-        with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
-            overrides = head_overrides(overrides)
-            composed = compose("config", [f"+tenants=[{name}]", *overrides])
-        tenant = to_config(composed, ROOT / "conf" / "head", overrides).tenants[name]
+        tenant = compose_config(ROOT / "conf", [f"+tenants=[{name}]", *overrides]).tenants[name]
     except (HydraException, ConfigError) as error:
         raise SystemExit(f"error: tenant={name}: {error}") from None
     if tenant.environment is None:

@@ -63,24 +63,11 @@ def _no_leaks(request):
 @pytest.fixture
 def compose(tmp_path):
     """``compose(*overrides)`` -> validated-able NexusConfig from the real conf/, writing under tmp_path."""
-    from hydra import compose as hydra_compose
-    from hydra import initialize_config_dir
-
-    from nexus_lightning.config import head_overrides, register_configs, to_config
+    from nexus_lightning.config import compose_config
 
     def build(*overrides: str):
-        register_configs()
-        with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
-            cfg = hydra_compose(
-                "config",
-                overrides=[
-                    f"output_dir={tmp_path}/outputs",
-                    f"data_dir={tmp_path}/data",
-                    "logger=csv",
-                    *head_overrides(list(overrides)),
-                ],
-            )
-        return to_config(cfg, head_dir=ROOT / "conf" / "head", overrides=head_overrides(list(overrides)))
+        own = [f"output_dir={tmp_path}/outputs", f"data_dir={tmp_path}/data", "logger=csv"]
+        return compose_config(ROOT / "conf", [*own, *overrides])
 
     return build
 

@@ -92,15 +92,11 @@ def test_an_episode_listed_twice_is_refused(toy_env):
 @pytest.fixture(scope="module")
 def payload(tmp_path_factory) -> Path:
     """A toy tenant of both tasks after two jobs, evaluated inside its run."""
-    from hydra import compose, initialize_config_dir
-
-    from nexus_lightning.config import register_configs, to_config
+    from nexus_lightning.config import compose_config
 
     root, out = Path(__file__).resolve().parent.parent, tmp_path_factory.mktemp("suite")
-    register_configs()
-    with initialize_config_dir(str(root / "conf"), version_base="1.3"):
-        words = ["+tenants=[toy]", f"output_dir={out}/outputs", f"data_dir={out}/data", "logger=csv"]
-        config = to_config(compose("config", [*words, "trainer.enable_progress_bar=false"]), root / "conf" / "head")
+    words = ["+tenants=[toy]", f"output_dir={out}/outputs", f"data_dir={out}/data", "logger=csv"]
+    config = compose_config(root / "conf", [*words, "trainer.enable_progress_bar=false"])
     config.backbone = {"_target_": "fakes.FakeBackbone"}
     tenant = config.tenants["toy"]
     tenant.environment.tasks = list(INSTRUCTIONS)

@@ -14,7 +14,7 @@ import pytest
 import torch
 import yaml
 
-from nexus_lightning.config import ConfigError, NexusConfig, register_configs, to_config, validate
+from nexus_lightning.config import ConfigError, NexusConfig, compose_config, validate
 from nexus_lightning.memory import estimate
 from nexus_lightning.placement.plan import Devices, common_devices, resolve
 from nexus_lightning.placement.sharding import rank_problems, sharding_problems
@@ -47,11 +47,7 @@ def cpus(world: int, host_gb: int = 64) -> Devices:
 
 @cache
 def composed(*overrides: str) -> NexusConfig:
-    from hydra import compose, initialize_config_dir
-
-    register_configs()
-    with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
-        return to_config(compose("config", overrides=["+tenants=[toy,toy_sft]", *overrides]), ROOT / "conf" / "head")
+    return compose_config(ROOT / "conf", ["+tenants=[toy,toy_sft]", *overrides])
 
 
 @pytest.fixture

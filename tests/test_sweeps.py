@@ -19,7 +19,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import MissingConfigException
 from test_cli import FAST
 
-from nexus_lightning.config import head_overrides, register_configs, to_config, validate
+from nexus_lightning.config import compose_config, head_overrides, register_configs, validate
 from nexus_lightning.trainer import train
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -70,11 +70,7 @@ def agent(monkeypatch, tmp_path):
 
 
 def composed(overrides: list[str]):
-    register_configs()
-    with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
-        overrides = head_overrides(overrides)
-        cfg = compose("config", overrides=overrides)
-    config = to_config(cfg, head_dir=ROOT / "conf" / "head", overrides=overrides)
+    config = compose_config(ROOT / "conf", overrides)
     validate(config)
     return config
 

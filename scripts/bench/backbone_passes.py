@@ -33,13 +33,12 @@ from unittest.mock import patch
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import torch
-from hydra import compose, initialize_config_dir
 from matplotlib.figure import Figure
 from tqdm import tqdm
 
 from nexus_lightning import trainer
 from nexus_lightning.backbone import Backbone
-from nexus_lightning.config import NexusConfig, dataset_root, register_configs, schema_of, to_config
+from nexus_lightning.config import NexusConfig, compose_config, dataset_root, schema_of
 from nexus_lightning.monitoring.banner import text_table
 from nexus_lightning.objectives import PolicyGradientObjective
 from nexus_lightning.producers.demonstrations import open_dataset
@@ -89,9 +88,7 @@ def config_of(task: str, mode: str, options: argparse.Namespace, folder: Path) -
         f"tenants.{name}.eval.episodes=0",
         f"tenants.{name}.features.reuse={'always' if task == 'ppo' and mode == 'reuse' else _REUSE[mode]}",
     ]
-    register_configs()
-    with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
-        config = to_config(compose("config", overrides), head_dir=ROOT / "conf" / "head")
+    config = compose_config(ROOT / "conf", overrides)
     tenant = config.tenants[name]
     if task == "ppo":
         assert tenant.algorithm is not None

@@ -31,14 +31,9 @@ def rank() -> int:
 
 @cache
 def composed(*overrides: str) -> Any:
-    from hydra import compose, initialize_config_dir
+    from nexus_lightning.config import compose_config
 
-    from nexus_lightning.config import head_overrides, register_configs, to_config
-
-    register_configs()
-    with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
-        given = ["logger=csv", "trainer.enable_progress_bar=false", *head_overrides([*overrides])]
-        return to_config(compose("config", overrides=given), ROOT / "conf" / "head", given)
+    return compose_config(ROOT / "conf", ["logger=csv", "trainer.enable_progress_bar=false", *overrides])
 
 
 def toy(folder: Path, *overrides: str, backbone: dict | None = None, jobs: int = 3) -> Any:
