@@ -15,6 +15,7 @@ from nexus_lightning.objectives.policy_gradient import (
     PolicyGradientObjective,
     compute_advantages,
     group_advantages,
+    group_metrics,
     likelihood_units,
     next_values,
     reduce_chunk,
@@ -138,6 +139,8 @@ def test_grpo_compares_the_episodes_of_one_initial_state():
     # mean 0.5, standard deviation 0.5: +1 for the episode of return 1, -1 for the other
     assert out["advantage"].squeeze(-1).tolist() == [[1, 1, 0], [-1, -1, -1], [0, 0, 0], [0, 0, 0]]
     assert out["counts"].squeeze(-1).tolist() == [[True, True, False], [True, True, True], [False] * 3, [False] * 3]
+    # of group 8 no episode was finished
+    assert group_metrics(td) == {"groups": 2.0, "zero_spread_groups": 1.0}
 
 
 def test_groups_never_mix_and_one_finished_episode_is_no_group():
@@ -145,8 +148,10 @@ def test_groups_never_mix_and_one_finished_episode_is_no_group():
     seeds = torch.tensor([[1], [1], [2]])
     size = [3, 1]
     following = TensorDict({"reward": reward.unsqueeze(-1), "done": done.unsqueeze(-1)}, size)
-    advantage, counts = group_advantages(TensorDict({"episode_seed": seeds.unsqueeze(-1), "next": following}, size))
+    td = TensorDict({"episode_seed": seeds.unsqueeze(-1), "next": following}, size)
+    advantage, counts = group_advantages(td)
     assert advantage.flatten().tolist() == [1.0, -1.0, 0.0] and counts.flatten().tolist() == [True, True, False]
+    assert group_metrics(td) == {"groups": 1.0, "zero_spread_groups": 0.0}
 
 
 @pytest.mark.parametrize("level", ["chunk", "action", "token"])

@@ -44,6 +44,8 @@ EXECUTED = "executed"
 PROXIMAL_LOG_PROB, PROXIMAL_VALUE = "proximal_log_prob", "proximal_value"
 #: Largest weight of the proximal policy against the behaviour policy (AReaL's ``behav_imp_weight_cap``).
 MAX_IMPORTANCE_WEIGHT = 5.0
+#: Returns of a group whose standard deviation is smaller are equal (grpo).
+MIN_SPREAD = 1e-6
 
 
 def reduce_chunk(values: Tensor, executed: Tensor, reduction: str) -> Tensor:
@@ -194,12 +196,34 @@ def group_advantages(rollout: TensorDict) -> tuple[Tensor, Tensor]:
     minus the group's mean, over the group's standard deviation. A group whose returns are all equal, or of which only
     one episode was finished, teaches nothing and is left out, as are episodes that the end of the rollout cut.
     """
+    reward = cast(TensorDict, rollout["next"])["reward"].squeeze(-1)
+    advantage, counts = torch.zeros_like(reward), torch.zeros_like(reward, dtype=torch.bool)
+    for places, returns in _finished_groups(rollout):
+        spread = returns.std(unbiased=False)
+        if spread < MIN_SPREAD:
+            continue
+        for place, value in zip(places, (returns - returns.mean()) / spread, strict=True):
+            advantage[place] = value
+            counts |= place
+    return advantage.unsqueeze(-1), counts.unsqueeze(-1)
+
+
+def group_metrics(rollout: TensorDict) -> dict[str, float]:
+    """``groups`` with at least two finished episodes, and how many ``zero_spread_groups`` of them are left out."""
+    spreads = [float(returns.std(unbiased=False)) for _, returns in _finished_groups(rollout)]
+    return {
+        "groups": float(len(spreads)),
+        "zero_spread_groups": float(sum(spread < MIN_SPREAD for spread in spreads)),
+    }
+
+
+def _finished_groups(rollout: TensorDict) -> list[tuple[list[Tensor], Tensor]]:
+    """Of every group with at least two finished episodes: where each is, bool ``[N, L]``, and their returns."""
     following = cast(TensorDict, rollout["next"])
     reward, done = following["reward"].squeeze(-1), following["done"].squeeze(-1)
     seeds = rollout["episode_seed"].squeeze(-1)
     # Number of the episode in its simulator: a decision after a done belongs to the next one.
     episode = done.long().cumsum(1) - done.long()
-    advantage, counts = torch.zeros_like(reward), torch.zeros_like(done)
     groups: dict[int, list[tuple[Tensor, float]]] = {}
     for env in range(len(reward)):
         for number in range(int(episode[env].max()) + 1):
@@ -208,15 +232,11 @@ def group_advantages(rollout: TensorDict) -> tuple[Tensor, Tensor]:
                 place = torch.zeros_like(done)
                 place[env] = rows
                 groups.setdefault(int(seeds[env][rows][0]), []).append((place, float(reward[env][rows].sum())))
-    for episodes in groups.values():
-        returns = torch.tensor([value for _, value in episodes])
-        spread = returns.std(unbiased=False)
-        if len(episodes) < 2 or spread < 1e-6:
-            continue
-        for (place, _), value in zip(episodes, (returns - returns.mean()) / spread, strict=True):
-            advantage[place] = value
-            counts |= place
-    return advantage.unsqueeze(-1), counts.unsqueeze(-1)
+    return [
+        ([place for place, _ in episodes], torch.tensor([value for _, value in episodes]))
+        for episodes in groups.values()
+        if len(episodes) > 1
+    ]
 
 
 class PolicyGradientObjective:

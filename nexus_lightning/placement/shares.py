@@ -139,7 +139,7 @@ class Moments:
 
 def mean_of_rollouts(parts: Sequence[dict[str, float]]) -> dict[str, float]:
     """Rollout metrics of all ranks -> those of the whole rollout: counts add up, the rest is a mean over episodes."""
-    counts = ("env_steps", "episodes")
+    counts = ("env_steps", "episodes", "groups", "zero_spread_groups")
     merged = {
         name: sum(part[name] for part in parts if name in part) for name in counts if any(name in p for p in parts)
     }

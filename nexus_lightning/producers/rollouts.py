@@ -21,6 +21,7 @@ from nexus_lightning.objectives.policy_gradient import (
     PROXIMAL_VALUE,
     compute_advantages,
     cut,
+    group_metrics,
     next_values,
 )
 from nexus_lightning.placement.shares import Share
@@ -148,7 +149,7 @@ class TenantCollector(Collector):
             assert len(decisions) == rollout.shape[1], "the policy was asked for something else than the rollout"
             features = concatenate_features(decisions)[in_row_order(decisions, env.num_envs)]
             partition = with_features(partition, cast(VLAFeature, features))
-        return Rollout(partition, rollout_metrics(rollout), observed)
+        return Rollout(partition, rollout_metrics(rollout, algorithm), observed)
 
     def _bootstrap_values(self, rollout: TensorDict) -> tuple[torch.Tensor, int]:
         """The critic of the state after each decision where the rollout was cut there, else 0, ``[N, L, 1]``; and how
@@ -387,8 +388,8 @@ def with_features(partition: TensorDict, features: VLAFeature) -> TensorDict:
     return partition
 
 
-def rollout_metrics(rollout: TensorDict) -> dict[str, float]:
-    """Mean over the episodes that ended inside this rollout (absent when none did)."""
+def rollout_metrics(rollout: TensorDict, algorithm: AlgorithmConfig) -> dict[str, float]:
+    """Means over the episodes that ended inside this rollout (absent when none did), and of grpo its groups."""
     following = cast(TensorDict, rollout["next"])
     done = following["done"].squeeze(-1)
     metrics = {"env_steps": float(following[EXECUTED].sum())}
@@ -397,4 +398,6 @@ def rollout_metrics(rollout: TensorDict) -> dict[str, float]:
         metrics["episode_length"] = float(following["episode_length"].squeeze(-1)[done].float().mean())
         metrics["episode_return"] = float(following["reward"].sum() / done.sum())
         metrics["episodes"] = float(done.sum())
+    if algorithm.name == "grpo":
+        metrics |= group_metrics(rollout)
     return metrics

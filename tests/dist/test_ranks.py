@@ -39,6 +39,9 @@ def assert_same(one: dict[str, Any], several: dict[str, Any], tenant: str) -> No
     for name in ("loss", "kl", "clip_fraction", "env_steps", "episodes", "success_rate", "counted_share"):
         column = f"train/{tenant}/{name}"
         assert rows(several, column) == pytest.approx(rows(one, column), abs=1e-5), column
+    if f"train/{tenant}/groups" in one["metrics"]:  # grpo
+        for name in ("groups", "zero_spread_groups"):
+            assert rows(several, f"train/{tenant}/{name}") == rows(one, f"train/{tenant}/{name}") != []
 
 
 @pytest.mark.parametrize("name", SAME)
