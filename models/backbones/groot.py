@@ -18,7 +18,7 @@ import torch
 from tensordict import TensorDict
 from torch import nn
 
-from models.backbones.policies import DTYPES, INSTALL, checkpoint_folder, read_weights, under
+from models.backbones.policies import INSTALL, check_kind, checkpoint_folder, chosen_dtype, read_weights, under
 from nexus_lightning.backbone import Backbone, FeatureSegment, FeatureSpec, VLAFeature, check_observation
 from nexus_lightning.schema import TenantSchema
 
@@ -58,8 +58,7 @@ class GrootBackbone(Backbone):
 
     def __init__(self, pretrained: str = "nvidia/GR00T-N1.7-3B", dtype: str = "fp32") -> None:
         super().__init__()
-        if dtype not in DTYPES:
-            raise ValueError(f"dtype={dtype!r}: choose one of {', '.join(DTYPES)}")
+        precision = chosen_dtype(dtype)
         folder = checkpoint_folder(pretrained, "groot")
         policy = groot_config(folder, pretrained)
         with torch.random.fork_rng(devices=[]):
@@ -72,7 +71,7 @@ class GrootBackbone(Backbone):
             )
         self.vlm.load_state_dict(read_weights(folder, under("backbone.model.model.")), strict=True)
         self.vlm.language_model.norm = nn.Identity()  # the policy reads the states before it
-        self.vlm.to(DTYPES[dtype])
+        self.vlm.to(precision)
 
         path = folder / "processor_config.json"
         settings = json.loads(path.read_text()).get("processor_kwargs", {}) if path.is_file() else {}
@@ -102,10 +101,7 @@ class GrootBackbone(Backbone):
         Raises:
             ValueError: an unknown kind, or a schema without cameras (half of the policy's layers read images).
         """
-        if kind not in self.kinds:
-            raise ValueError(f"kind={kind!r}: groot gives {', '.join(self.kinds)}")
-        if not schema.cameras:
-            raise ValueError("cameras=[]: groot needs at least one camera")
+        check_kind(self, schema, kind)
         width = self.vlm.config.text_config.hidden_size
         segments = (FeatureSegment("image", width), FeatureSegment("text", width)) if kind == "tokens" else ()
         return FeatureSpec(kind, segments, width)

@@ -20,8 +20,8 @@ import torch
 from tensordict import TensorDict
 from torch import nn
 
-from models.backbones.policies import DTYPES, INSTALL, checkpoint_folder, flatten_cache
-from nexus_lightning.backbone import Backbone, FeatureSegment, FeatureSpec, VLAFeature, check_observation
+from models.backbones.policies import INSTALL, _PrefixBackbone, checkpoint_folder, chosen_dtype
+from nexus_lightning.backbone import VLAFeature, check_observation
 from nexus_lightning.schema import TenantSchema
 
 try:
@@ -30,7 +30,7 @@ except ImportError as error:
     raise ImportError(f"pi0 needs transformers 5.5 or newer: {INSTALL}") from error
 
 
-class Pi0Backbone(Backbone):
+class Pi0Backbone(_PrefixBackbone):
     """The VLM of a pi0 checkpoint. Feature kinds ``kv``, ``tokens`` and ``pooled``.
 
     ``kv``: segment ``kv`` ``[B, L, layers * 2 * kv_heads * head_dim]`` of images then text, rotary positions applied;
@@ -49,49 +49,31 @@ class Pi0Backbone(Backbone):
         ValueError: an unknown dtype, or a checkpoint of another architecture (pi0.5 among them).
     """
 
-    kinds = ("kv", "tokens", "pooled")
-
     def __init__(self, pretrained: str = "lerobot/pi0_base", dtype: str = "fp32") -> None:
         super().__init__()
-        if dtype not in DTYPES:
-            raise ValueError(f"dtype={dtype!r}: choose one of {', '.join(DTYPES)}")
+        precision = chosen_dtype(dtype)
         folder = checkpoint_folder(pretrained, "pi0")
         pi0_config(folder, pretrained)
         self._processor = AutoProcessor.from_pretrained(folder)
         with torch.random.fork_rng(devices=[]):
-            self.prefix = PI0ForConditionalGeneration.from_pretrained(folder, dtype=DTYPES[dtype]).model
+            self.prefix = PI0ForConditionalGeneration.from_pretrained(folder, dtype=precision).model
         self.prefix.dit = None  # the tenants' part
         self.config = {"name": "pi0", "processor": type(self._processor).__name__, "dtype": dtype}
         self.freeze()
 
     @property
     def layout(self) -> tuple[int, int, int, int]:
-        """``(layers, 2, kv_heads, head_dim)`` of a token's keys and values."""
         text = self.prefix.config.vlm_config.text_config
         return text.num_hidden_layers, 2, text.num_key_value_heads, text.head_dim
+
+    @property
+    def width(self) -> int:
+        return self.prefix.config.vlm_config.text_config.hidden_size
 
     def shardable_units(self) -> list[nn.Module]:
         """Layers of the vision tower, then of the language model."""
         vlm = self.prefix.vlm
         return [*vlm.vision_tower.vision_model.encoder.layers, *vlm.language_model.layers]
-
-    def feature_spec(self, schema: TenantSchema, kind: str = "kv") -> FeatureSpec:
-        """See the class docstring.
-
-        Raises:
-            ValueError: an unknown kind, or a schema without cameras (the policy always sees an image).
-        """
-        if kind not in self.kinds:
-            raise ValueError(f"kind={kind!r}: pi0 gives {', '.join(self.kinds)}")
-        if not schema.cameras:
-            raise ValueError("cameras=[]: pi0 needs at least one camera")
-        width = self.prefix.config.vlm_config.text_config.hidden_size
-        segments = {
-            "kv": (FeatureSegment("kv", torch.Size(self.layout).numel(), layout=self.layout),),
-            "tokens": (FeatureSegment("sequence", width),),
-            "pooled": (),
-        }
-        return FeatureSpec(kind, segments[kind], width)
 
     def preprocess(
         self,
@@ -137,21 +119,7 @@ class Pi0Backbone(Backbone):
             token_type_ids=torch.zeros_like(inputs["input_ids"]),
             use_cache=True,
         )
-        mask_BL = inputs["attention_mask"].bool()
-        weight_BL1 = mask_BL.unsqueeze(-1)
-        hidden_BLD = out.last_hidden_state * weight_BL1
-        tokens, mask = {}, {}
-        if "kv" in kinds:
-            tokens["kv"], mask["kv"] = flatten_cache(out.past_key_values) * weight_BL1, mask_BL
-        if "tokens" in kinds:
-            tokens["sequence"], mask["sequence"] = hidden_BLD, mask_BL
-        size = inputs.batch_size
-        return VLAFeature(
-            tokens=TensorDict(tokens, batch_size=size),
-            mask=TensorDict(mask, batch_size=size),
-            pooled=hidden_BLD.sum(1) / weight_BL1.sum(1),
-            batch_size=size,
-        )
+        return self.feature(out.past_key_values, out.last_hidden_state, inputs["attention_mask"].bool(), kinds)
 
 
 def pi0_config(folder: Path, pretrained: str) -> PI0Config:

@@ -1,4 +1,4 @@
-"""Checkpoint folders of published policies: where they are, and the part of the weights that one side needs."""
+"""Published policies: their checkpoint folders, the weights that one side needs, what pi0 and SmolVLA share."""
 
 from __future__ import annotations
 
@@ -7,9 +7,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
+from tensordict import TensorDict
 from torch import Tensor
 
 from models.backbones import tiny_policies
+from nexus_lightning.backbone import Backbone, FeatureSegment, FeatureSpec, VLAFeature
+from nexus_lightning.schema import TenantSchema
 
 if TYPE_CHECKING:
     from transformers import DynamicCache
@@ -17,6 +20,73 @@ if TYPE_CHECKING:
 INSTALL = "pip install 'nexus-lightning[vla]'"
 #: Precisions of a frozen backbone.
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+class _PrefixBackbone(Backbone):
+    """A policy's image and text prefix, whose action expert reads keys and values (pi0, SmolVLA).
+
+    A subclass sets ``config["name"]`` and gives :attr:`layout` and :attr:`width`.
+    """
+
+    kinds = ("kv", "tokens", "pooled")
+
+    @property
+    def layout(self) -> tuple[int, int, int, int]:
+        """``(layers, 2, kv_heads, head_dim)`` of a token's keys and values."""
+        raise NotImplementedError
+
+    @property
+    def width(self) -> int:
+        """Of a hidden state."""
+        raise NotImplementedError
+
+    def feature_spec(self, schema: TenantSchema, kind: str = "kv") -> FeatureSpec:
+        """See the class docstring.
+
+        Raises:
+            ValueError: an unknown kind, or a schema without cameras (the policy always sees an image).
+        """
+        check_kind(self, schema, kind)
+        segments = {
+            "kv": (FeatureSegment("kv", torch.Size(self.layout).numel(), layout=self.layout),),
+            "tokens": (FeatureSegment("sequence", self.width),),
+            "pooled": (),
+        }
+        return FeatureSpec(kind, segments[kind], self.width)
+
+    @staticmethod
+    def feature(cache: DynamicCache, hidden_BLD: Tensor, mask_BL: Tensor, kinds: Sequence[str]) -> VLAFeature:
+        """What :meth:`encode` returns, of the prefix's keys and values, its last hidden states and their mask."""
+        weight_BL1 = mask_BL.unsqueeze(-1)
+        hidden_BLD = hidden_BLD * weight_BL1
+        tokens, mask = {}, {}
+        if "kv" in kinds:
+            tokens["kv"], mask["kv"] = flatten_cache(cache) * weight_BL1, mask_BL
+        if "tokens" in kinds:
+            tokens["sequence"], mask["sequence"] = hidden_BLD, mask_BL
+        size = mask_BL.shape[:1]
+        return VLAFeature(
+            tokens=TensorDict(tokens, batch_size=size),
+            mask=TensorDict(mask, batch_size=size),
+            pooled=hidden_BLD.sum(1) / weight_BL1.sum(1),
+            batch_size=size,
+        )
+
+
+def check_kind(backbone: Backbone, schema: TenantSchema, kind: str) -> None:
+    """Raises ValueError for a kind that the backbone does not give, and for a schema without cameras."""
+    name = backbone.config["name"]
+    if kind not in backbone.kinds:
+        raise ValueError(f"kind={kind!r}: {name} gives {', '.join(backbone.kinds)}")
+    if not schema.cameras:
+        raise ValueError(f"cameras=[]: {name} needs at least one camera")
+
+
+def chosen_dtype(dtype: str) -> torch.dtype:
+    """Of a backbone's weights, from its name in :data:`DTYPES`; ValueError where it has none."""
+    if dtype not in DTYPES:
+        raise ValueError(f"dtype={dtype!r}: choose one of {', '.join(DTYPES)}")
+    return DTYPES[dtype]
 
 
 def checkpoint_folder(pretrained: str, policy: str) -> Path:

@@ -19,8 +19,15 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor, nn
 
-from models.backbones.policies import DTYPES, INSTALL, checkpoint_folder, flatten_cache, read_weights, under
-from nexus_lightning.backbone import Backbone, FeatureSegment, FeatureSpec, VLAFeature, check_observation
+from models.backbones.policies import (
+    INSTALL,
+    _PrefixBackbone,
+    checkpoint_folder,
+    chosen_dtype,
+    read_weights,
+    under,
+)
+from nexus_lightning.backbone import VLAFeature, check_observation
 from nexus_lightning.schema import TenantSchema
 
 try:
@@ -36,7 +43,7 @@ except ImportError as error:
 VLM = "model.vlm_with_expert.vlm.model."
 
 
-class SmolVLABackbone(Backbone):
+class SmolVLABackbone(_PrefixBackbone):
     """The VLM of a SmolVLA checkpoint. Feature kinds ``kv``, ``tokens`` and ``pooled``.
 
     ``kv``: segment ``kv`` ``[B, L, layers * 2 * kv_heads * head_dim]`` of images then text, rotary positions applied;
@@ -55,12 +62,9 @@ class SmolVLABackbone(Backbone):
         ValueError: the checkpoint is of another policy or uses an option that this split does not follow.
     """
 
-    kinds = ("kv", "tokens", "pooled")
-
     def __init__(self, pretrained: str = "lerobot/smolvla_base", dtype: str = "fp32") -> None:
         super().__init__()
-        if dtype not in DTYPES:
-            raise ValueError(f"dtype={dtype!r}: choose one of {', '.join(DTYPES)}")
+        precision = chosen_dtype(dtype)
         folder = checkpoint_folder(pretrained, "smolvla")
         self.policy = policy_config(folder, pretrained)
         config = AutoConfig.from_pretrained(self.policy.vlm_model_name)
@@ -70,7 +74,7 @@ class SmolVLABackbone(Backbone):
         if self.policy.num_vlm_layers > 0:
             self.vlm.text_model.layers = self.vlm.text_model.layers[: self.policy.num_vlm_layers]
         self.vlm.load_state_dict(read_weights(folder, under(VLM)), strict=True)
-        self.vlm.to(DTYPES[dtype])
+        self.vlm.to(precision)
         self.config = {
             "name": "smolvla",
             "image": list(self.policy.resize_imgs_with_padding),
@@ -81,31 +85,16 @@ class SmolVLABackbone(Backbone):
 
     @property
     def layout(self) -> tuple[int, int, int, int]:
-        """``(layers, 2, kv_heads, head_dim)`` of a token's keys and values."""
         text = self.vlm.config.text_config
         return len(self.vlm.text_model.layers), 2, text.num_key_value_heads, text.head_dim
+
+    @property
+    def width(self) -> int:
+        return self.vlm.config.text_config.hidden_size
 
     def shardable_units(self) -> list[nn.Module]:
         """Layers of the vision tower, then of the language model."""
         return [*self.vlm.vision_model.encoder.layers, *self.vlm.text_model.layers]
-
-    def feature_spec(self, schema: TenantSchema, kind: str = "kv") -> FeatureSpec:
-        """See the class docstring.
-
-        Raises:
-            ValueError: an unknown kind, or a schema without cameras (the policy always sees an image).
-        """
-        if kind not in self.kinds:
-            raise ValueError(f"kind={kind!r}: smolvla gives {', '.join(self.kinds)}")
-        if not schema.cameras:
-            raise ValueError("cameras=[]: smolvla needs at least one camera")
-        width = self.vlm.config.text_config.hidden_size
-        segments = {
-            "kv": (FeatureSegment("kv", torch.Size(self.layout).numel(), layout=self.layout),),
-            "tokens": (FeatureSegment("sequence", width),),
-            "pooled": (),
-        }
-        return FeatureSpec(kind, segments[kind], width)
 
     def preprocess(
         self,
@@ -162,21 +151,7 @@ class SmolVLABackbone(Backbone):
         mask_BL = nn.functional.pad(inputs["text_mask"], (seen_BLD.shape[1], 0), value=True)
         cache = DynamicCache()
         hidden_BLD = walk.extend(cache, embedded_BLD, mask_BL[:, None] & mask_BL[:, :, None], mask_BL.cumsum(1) - 1)
-
-        weight_BL1 = mask_BL.unsqueeze(-1)
-        hidden_BLD = hidden_BLD * weight_BL1
-        tokens, mask = {}, {}
-        if "kv" in kinds:
-            tokens["kv"], mask["kv"] = flatten_cache(cache) * weight_BL1, mask_BL
-        if "tokens" in kinds:
-            tokens["sequence"], mask["sequence"] = hidden_BLD, mask_BL
-        size = inputs.batch_size
-        return VLAFeature(
-            tokens=TensorDict(tokens, batch_size=size),
-            mask=TensorDict(mask, batch_size=size),
-            pooled=hidden_BLD.sum(1) / weight_BL1.sum(1),
-            batch_size=size,
-        )
+        return self.feature(cache, hidden_BLD, mask_BL, kinds)
 
 
 class FrozenWalk(SmolVLMWithExpertModel):

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from tensordict import TensorDict
 from torch import Tensor
 
-from models.heads.flow import BETA, TIME_LIMIT, _FlowHead, masked_mse
+from models.heads.flow import _FlowHead, masked_mse
 from nexus_lightning.backbone import FeatureSpec, VLAFeature
 from nexus_lightning.schema import TenantSchema
 
@@ -66,12 +66,7 @@ class _PolicyFlowHead(_FlowHead):
 
     def loss(self, features: VLAFeature, state: Tensor, actions: Tensor, is_pad: Tensor) -> dict[str, Tensor]:
         """Mean squared error of the velocity over real dims and valid steps; see :meth:`ActionHead.loss`."""
-        shape = (len(actions), self.noise_samples)
-        # The inverse distribution function of Beta(a, 1) is u ** (1 / a).
-        noisiness = torch.rand(shape, device=actions.device, dtype=actions.dtype) ** (1 / BETA)
-        size = (*shape, self.schema.chunk, self.max_action_dim)
-        noise = torch.randn(size, device=actions.device, dtype=actions.dtype)
-        return self.loss_at(features, state, actions, is_pad, noise, TIME_LIMIT * (1 - noisiness))
+        return self.loss_at(features, state, actions, is_pad, *self._draw(actions))
 
     def loss_at(
         self,
