@@ -39,11 +39,11 @@ class GymnasiumSimulator(Simulator):
     ============================================== =====================================================================
     ``gym_pusht:gym_pusht/PushT-v0``               conf/tenant/pusht.yaml, pusht_sft.yaml
     ``Pendulum-v1``, ``MountainCarContinuous-v0``  ``state_dim`` 3 and 2, ``action_dim`` 1
-    ``metaworld:Meta-World/MT1``                   not installed with us and not tested: pip install 'metaworld>=3,<3.1'
-                                                   (beside mujoco 3.3); ``horizon: 500``, ``state_dim`` 39,
-                                                   ``action_dim`` 4, ``kwargs: {env_name: reach-v3, seed: 0,
-                                                   render_mode: rgb_array}``; that seed makes the goals the same in
-                                                   every process
+    ``metaworld:Meta-World/MT1``                   MetaWorld's dense reward, no end at success, fifty goals;
+                                                   ``horizon: 500``, ``state_dim`` 39, ``action_dim`` 4,
+                                                   ``kwargs: {env_name: reach-v3, seed: 0, render_mode: rgb_array}``;
+                                                   that seed makes the goals the same in every process. For the sparse
+                                                   reward and an end at success: :mod:`envs.metaworld`
     ============================================== =====================================================================
 
     Args:

@@ -5,7 +5,8 @@
     python scripts/evaluate.py 'compare=[run_a/tenants/toy,run_b/tenants/toy]' episodes=40 png=compare.png
 
 Keys: payload or compare (folders of a tenant or of one version), suite (libero_spatial, libero_object, libero_goal,
-libero_10, libero_90, maniskill, toy; default: the tenant's own tasks), tasks (some of the suite, or of the simulator),
+libero_10, libero_90, metaworld_easy, metaworld_medium, metaworld_hard, metaworld_very_hard, metaworld_mt10,
+metaworld_mt50, maniskill, toy; default: the tenant's own tasks), tasks (some of the suite, or of the simulator),
 episodes (of each task), first_seed (LIBERO: seed e starts in recorded state e), num_envs (simulators that share the
 episodes: it changes no result), json (path), png (path: success with intervals by task, or by payload), video (an .mp4
 path, payload only: a grid of episodes, green border: success, red: failure).

@@ -376,6 +376,22 @@ def test_pendulum_equals_gymnasium():
     assert truncated, "Pendulum's own limit of 200 steps"
 
 
+@pytest.mark.skipif(importlib.util.find_spec("metaworld") is None, reason="pip install 'nexus-lightning[metaworld]'")
+def test_metaworld_by_its_id():
+    """One of fifty goals by seed, the same in another process's environment; the dense reward, no end at success."""
+    arguments = {"horizon": 500, "kwargs": {"env_name": "reach-v3", "seed": 0, "render_mode": "rgb_array"}}
+    one, other = (GymnasiumSimulator("metaworld:Meta-World/MT1", "reach the goal", **arguments) for _ in range(2))
+    starts = []
+    for sim in (one, other, one):
+        sim.reset(3)
+        starts.append(sim.observe()["state"])
+        result = execute_chunk(sim, np.ones((5, 4), np.float32))
+        assert 0 < result.reward < 50 and not result.terminated
+    assert (starts[0] == starts[1]).all() and (starts[0] == starts[2]).all() and starts[0].shape == (39,)
+    one.reset(4)
+    assert (one.observe()["state"] != starts[0]).any()
+
+
 # ---- PushT ----
 
 
