@@ -162,13 +162,14 @@ def success_figure(names: Sequence[str], results: Sequence[EvalResult] | Sequenc
     import matplotlib.pyplot as plt
 
     width = min(24.0, max(4.0, 1.6 + 0.7 * len(names)))  # inches; ninety tasks are narrow bars
-    figure, axis = plt.subplots(figsize=(width, 3.6), layout="constrained")
+    long = len(names) > 12 or max(map(len, names)) > 6
+    height = 3.6 + 0.08 * max(map(len, names)) * long  # upright names need room of their own
+    figure, axis = plt.subplots(figsize=(width, height), layout="constrained")
     rates = [result.success_rate for result in results]
     below = [rate - result.ci_low for rate, result in zip(rates, results, strict=True)]
     above = [result.ci_high - rate for rate, result in zip(rates, results, strict=True)]
     axis.bar(range(len(names)), rates, color="#0072b2", width=0.6)
     axis.errorbar(range(len(names)), rates, yerr=[below, above], fmt="none", ecolor="black", capsize=3)
-    long = len(names) > 12 or max(map(len, names)) > 6
     axis.set_xticks(range(len(names)), names, rotation=90 if long else 0, fontsize=8 if long else None)
     axis.set_ylim(0, 1.05)
     axis.yaxis.set_major_formatter("{x:.0%}")
