@@ -45,10 +45,10 @@ STATE_DIMS = {"rgb": 4, "state": 39, "rgb+state": 39}
 #: What the longer state holds that no sensor of the robot measures (``privileged`` of the schema).
 PRIVILEGED = ("object_poses", "goal_position")
 ACTION_DIM = 4
-#: Control rate of every task, in Hz.
-CONTROL_HZ = 80.0
 #: MetaWorld refuses to go on after so many steps.
 MAX_STEPS = 500
+#: MetaWorld's cameras.
+CAMERAS = ("corner", "corner2", "corner3", "topview", "behindGripper", "gripperPOV")
 #: LeRobot's place for the camera ``corner2``, nearer to the table than MetaWorld's.
 CORNER2_POSITION = (0.75, 0.075, 0.7)
 
@@ -57,7 +57,7 @@ class MetaWorldSimulator(Simulator):
     """One MetaWorld task, with the camera, instructions and seeds of ``lerobot.envs.metaworld``.
 
     Actions (4-D in [-1, 1]): +-1 moves the hand's target 0.01 m along x, y, z; the fourth is the gripper's effort, +1
-    closes. The hand does not turn.
+    closes. The hand does not turn. The control rate is 80 Hz.
 
     State: ``obs="rgb"`` is proprioception, hand position and finger opening; ``"state"`` and ``"rgb+state"`` are
     MetaWorld's 39 numbers with object poses and the goal, see :data:`PRIVILEGED`. Images are upright.
@@ -69,7 +69,7 @@ class MetaWorldSimulator(Simulator):
     Args:
         task: ``reach-v3``, ``button-press-topdown-v3`` ...
         obs: what :meth:`observe` returns.
-        cameras: one of MetaWorld's (``corner2``, ``corner``, ``topview``, ``gripperPOV`` ...); empty for ``state``.
+        cameras: one of :data:`CAMERAS`; empty for ``state``.
         image_size: pixels.
         horizon: steps until truncation, at most :data:`MAX_STEPS`.
         shadows: draw shadows as the published datasets have them; off takes a seventh of the time.
@@ -90,9 +90,9 @@ class MetaWorldSimulator(Simulator):
 
     @classmethod
     def problems(cls, arguments: Mapping[str, Any], schema: TenantSchema) -> list[str]:
-        """Task, dims and privileged names, without starting anything."""
-        task, obs = arguments.get("task"), str(arguments.get("obs", "state"))
-        found = [] if task in INSTRUCTIONS else [f"task={task!r}: choose one of {', '.join(INSTRUCTIONS)}"]
+        """Task, camera, dims and privileged names, without starting anything."""
+        task, obs, cameras = arguments.get("task"), str(arguments.get("obs", "state")), arguments.get("cameras", ())
+        found = _wrong(task, obs, cameras)
         for key, dim in (("state_dim", STATE_DIMS.get(obs)), ("action_dim", ACTION_DIM)):
             if dim is not None and getattr(schema, key) != dim:
                 found.append(f"{key}={getattr(schema, key)}: MetaWorld with obs={obs} has {dim}")
@@ -113,12 +113,8 @@ class MetaWorldSimulator(Simulator):
         shadows: bool = False,
         video_size: int = 256,
     ) -> None:
-        if task not in INSTRUCTIONS:
-            raise ValueError(f"task={task!r}: choose one of {', '.join(INSTRUCTIONS)}")
-        if obs not in STATE_DIMS:
-            raise ValueError(f"obs={obs!r}: choose {', '.join(STATE_DIMS)}")
-        if len(cameras) != ("rgb" in obs):
-            raise ValueError(f"obs={obs!r} with cameras={list(cameras)}: one camera with rgb, none without")
+        if wrong := _wrong(task, obs, cameras):
+            raise ValueError("; ".join(wrong))
         if not 1 <= horizon <= MAX_STEPS:
             raise ValueError(f"horizon={horizon}: must be 1 to {MAX_STEPS}")
         self.task, self.obs, self.cameras, self.horizon = task, obs, tuple(cameras), horizon
@@ -151,6 +147,19 @@ class MetaWorldSimulator(Simulator):
 
     def close(self) -> None:
         self.env.close()
+
+
+def _wrong(task: Any, obs: str, cameras: Sequence[str]) -> list[str]:
+    """What no simulator can be made of, one line each."""
+    found = [] if task in INSTRUCTIONS else [f"task={task!r}: choose one of {', '.join(INSTRUCTIONS)}"]
+    if obs not in STATE_DIMS:
+        found.append(f"obs={obs!r}: choose {', '.join(STATE_DIMS)}")
+    elif len(cameras) != ("rgb" in obs):
+        found.append(f"obs={obs!r} with cameras={list(cameras)}: one camera with rgb, none without")
+    found += [
+        f"cameras: no {camera!r}; choose one of {', '.join(CAMERAS)}" for camera in cameras if camera not in CAMERAS
+    ]
+    return found
 
 
 def _open(task: str, camera: str, size: int) -> Any:

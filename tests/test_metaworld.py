@@ -113,6 +113,7 @@ def test_its_own_policies_succeed(task):
         ({"task": "reach-v3", "obs": "depth"}, "obs='depth': choose rgb, state"),
         ({"task": "reach-v3", "obs": "rgb"}, "one camera with rgb, none without"),
         ({"task": "reach-v3", "cameras": ["corner"]}, "one camera with rgb, none without"),
+        ({"task": "reach-v3", "obs": "rgb", "cameras": ["front"]}, "no 'front'; choose one of corner, corner2"),
         ({"task": "reach-v3", "horizon": MAX_STEPS + 1}, "horizon=501: must be 1 to 500"),
     ],
 )
@@ -123,12 +124,13 @@ def test_arguments_that_cannot_be_are_refused(arguments, expected):
 
 def test_what_does_not_fit_the_schema_is_told_before_it_starts():
     problems = MetaWorldSimulator.problems
-    assert problems({"task": "reach-v3", "obs": "rgb"}, SEEING) == problems({"task": "reach-v3"}, KNOWING) == []
+    seeing = {"obs": "rgb", "cameras": ["corner2"]}
+    assert problems({"task": "reach-v3", **seeing}, SEEING) == problems({"task": "reach-v3"}, KNOWING) == []
     assert problems({"task": "reach-v3"}, SEEING) == [
         "state_dim=4: MetaWorld with obs=state has 39",
         "privileged=[]: MetaWorld with obs=state also shows object_poses, goal_position",
     ]
-    (unknown,) = problems({"task": "fly-v3", "obs": "rgb"}, SEEING)
+    (unknown,) = problems({"task": "fly-v3", **seeing}, SEEING)
     assert unknown.startswith("task='fly-v3': choose one of assembly-v3")
 
 

@@ -103,14 +103,6 @@ class _ChainHead(ActionHead):
         """What does not change from draw to draw and step to step, computed once."""
         raise NotImplementedError
 
-    def _draw(self, actions: Tensor) -> tuple[Tensor, Tensor]:
-        """Noise ``[B, R, T, A]`` (with the padded dims of a policy) and times ``[B, R]`` of a supervised loss."""
-        shape = (len(actions), self.noise_samples)
-        # The inverse distribution function of Beta(a, 1) is u ** (1 / a).
-        noisiness = torch.rand(shape, device=actions.device, dtype=actions.dtype) ** (1 / BETA)
-        size = (*shape, *self.noise_shape[-2:])
-        return torch.randn(size, device=actions.device, dtype=actions.dtype), TIME_LIMIT * (1 - noisiness)
-
     def _transition(self, x_BRTA: Tensor, step_BR: Tensor, memory: Any) -> tuple[Tensor, Tensor, Tensor]:
         """Step ``step`` (int64, 0 to K - 1) from ``x``.
 
@@ -218,6 +210,14 @@ class _FlowHead(_ChainHead):
         noisy_BRTA = torch.lerp(noise_BRTA, actions_B1TA.expand_as(noise_BRTA), time_BR[..., None, None])
         velocity_BRTA = self.velocity(noisy_BRTA, time_BR, self._context(features, state), ~is_pad)
         return {"loss": masked_mse(velocity_BRTA, actions_B1TA - noise_BRTA, is_pad)}
+
+    def _draw(self, actions: Tensor) -> tuple[Tensor, Tensor]:
+        """Noise ``[B, R, T, A]`` (with the padded dims of a policy) and times ``[B, R]`` of a supervised loss."""
+        shape = (len(actions), self.noise_samples)
+        # The inverse distribution function of Beta(a, 1) is u ** (1 / a).
+        noisiness = torch.rand(shape, device=actions.device, dtype=actions.dtype) ** (1 / BETA)
+        size = (*shape, *self.noise_shape[-2:])
+        return torch.randn(size, device=actions.device, dtype=actions.dtype), TIME_LIMIT * (1 - noisiness)
 
     def _transition(self, x_BRTA: Tensor, step_BR: Tensor, memory: Any) -> tuple[Tensor, Tensor, Tensor]:
         time_BR = step_BR.to(x_BRTA.dtype) / self.num_steps
