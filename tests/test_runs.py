@@ -200,6 +200,19 @@ def test_an_evaluation_ends_while_a_payload_is_written(toy, monkeypatch):
     assert len(payload.state["evaluations"]) < len(runs[-1].slots["toy_sft"].evaluations)
 
 
+def test_an_evaluation_that_is_due_comes_before_the_next_rollout(toy):
+    """Both use the tenant's simulators, and a simulator may remember what was played before: one order, every time."""
+    config = toy("+tenants=[toy]", "tenants.toy.max_in_flight=1", "tenants.toy.max_policy_staleness=0")
+    config.tenants["toy"].eval = replace(config.tenants["toy"].eval, every_n_jobs=2)
+    summary = train(config)
+    events = [json.loads(line) for line in (Path(summary["run_dir"]) / "events.jsonl").read_text().splitlines()]
+    spans = sorted((e["start_s"], e["kind"]) for e in events if e.get("service") == "environment")
+    rollouts = ["rollout", "rollout"]
+    assert [kind for _, kind in spans] == [*rollouts, "eval", *rollouts, "eval", *rollouts, "eval"]
+    kept = read_payload(resolve_payload(Path(summary["run_dir"]) / "tenants" / "toy")).state["evaluations"]
+    assert [evaluation["policy_version"] for evaluation in kept] == [2, 4, 6], "each once, the last one too"
+
+
 def test_the_checkpoint_holds_no_weights_and_no_backbone(toy, monkeypatch):
     """Nor does writing it stop what other threads write (see LocalCheckpointIO)."""
     transaction = property(lambda self: pytest.fail("a transaction belongs to the whole process"))
