@@ -107,6 +107,10 @@ class ManiSkillSimulator(Simulator):
     Episodes: terminated at success (or at ManiSkill's ``fail``), truncated after ``horizon`` steps. Nothing is rendered
     while stepping, only in :meth:`observe` (35 ms per camera on two CPU cores, against 1-4 ms for a step).
 
+    A reset puts everything back where it was, but not all of PhysX: with what was played in this process before, some
+    episodes go apart after their first touch. The same episodes in the same order give the same bits. Building the
+    scene anew at every reset forgets that as well, for 0.3 s an episode.
+
     Args:
         task: ManiSkill id, ``PushCube-v1`` ...
         obs: what :meth:`observe` returns.

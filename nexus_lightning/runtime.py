@@ -594,8 +594,8 @@ class Runtime:
         """After publication: end the job, log, ask for an evaluation when one is due.
 
         One in between is asked for before the job ends, which lets the tenant's next rollout begin: on the simulators
-        that both use the order is then always the same, and what a simulator remembers of earlier episodes (ManiSkill:
-        the order of contacts, 5e-5 m after a touch) is the same in every run.
+        that both use the order is then always the same, and so is what a simulator remembers of earlier episodes
+        (ManiSkill does, it can show after a touch).
         """
         job, config = lease.job, slot.spec.config
         evaluator = self.evaluators.get(slot.name)

@@ -418,9 +418,11 @@ def figure(report: dict[str, Any], runs: list[Run]) -> Figure:
             points = run.record["curves"].get(line["tenant"]) if run.row == name else None
             if not points:
                 continue
-            style = "-o" if run.label == "together" else ":x"
+            style, colour = "-o" if run.label == "together" else ":x", f"C{run.seed % 10}"
             label = f"seed {run.seed}" if run.label == "together" else None
-            axis.plot([p["jobs"] for p in points], [p["success_rate"] for p in points], style, ms=4, label=label)
+            axis.plot(
+                [p["jobs"] for p in points], [p["success_rate"] for p in points], style, color=colour, ms=4, label=label
+            )
         goal = next(r for r in ROWS[name].results if r.tenant == line["tenant"])
         if goal.at_least is not None:
             axis.axhline(goal.at_least, color="grey", lw=0.8, ls="--")

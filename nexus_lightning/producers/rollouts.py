@@ -62,8 +62,9 @@ class Rollout:
 class TenantCollector(Collector):
     """TorchRL's collector of one tenant: its simulators and its policy, asked for one rollout or evaluation at a time.
 
-    Every rollout starts from fresh resets and is a pure function of (tenant seed, rollout index, policy version); so a
-    rollout that loses a simulator is simply begun again, ``max_restarts`` times.
+    Every rollout starts from fresh resets and is a pure function of (tenant seed, rollout index, policy version), as
+    far as a simulator's reset forgets what was played before it (ManiSkill's not to the last bit); so a rollout
+    that loses a simulator is simply begun again, ``max_restarts`` times.
 
     Args:
         create_env_fn: the simulators, or a function that makes them.
