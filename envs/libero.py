@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import numpy as np
 
-from nexus_lightning.simulator import Simulator, StepResult, Suite
+from nexus_lightning.simulator import Simulator, StepResult, Suite, dim_problems, privileged_problems
 
 if TYPE_CHECKING:  # its import takes torch along, which a worker does not need
     from nexus_lightning.schema import TenantSchema
@@ -181,16 +181,13 @@ class LiberoSimulator(Simulator):
         if obs not in OBSERVATIONS:
             return [f"obs={obs!r}: choose one of {', '.join(OBSERVATIONS)}"]
         names = PRIVILEGED_STATE_NAMES if "privileged" in obs else PROPRIOCEPTION_NAMES
-        found = []
-        for key, dim in (("state_dim", len(names)), ("action_dim", len(ACTION_NAMES))):
-            if getattr(schema, key) != dim:
-                found.append(f"{key}={getattr(schema, key)}: LIBERO with obs={obs} has {dim}")
+        whose = f"LIBERO with obs={obs}"
+        found = dim_problems(schema, {"state_dim": (len(names), whose), "action_dim": (len(ACTION_NAMES), whose)})
         if arguments.get("cameras") is None and obs != "privileged" and schema.cameras != tuple(CAMERAS):
             found.append(f"cameras={list(schema.cameras)}: the simulator shows {list(CAMERAS)} unless told otherwise")
         if "privileged" not in obs:
             return found
-        if hidden := [name for name in PRIVILEGED if name not in schema.privileged]:
-            found.append(f"privileged={list(schema.privileged)}: obs={obs} also shows {', '.join(hidden)}")
+        found += privileged_problems(schema, PRIVILEGED, f"obs={obs}")
         suite, task_id = arguments.get("suite", "libero_object"), arguments.get("task_id", 0)
         objects = _objects_of_interest(suite, task_id)
         if objects is not None and len(objects) < 2:

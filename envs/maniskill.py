@@ -12,7 +12,7 @@ import numpy as np
 from transforms3d.euler import euler2quat
 from transforms3d.quaternions import qmult
 
-from nexus_lightning.simulator import Simulator, StepResult, Suite
+from nexus_lightning.simulator import Simulator, StepResult, Suite, dim_problems, privileged_problems
 
 if TYPE_CHECKING:  # its import takes torch along, which a worker does not need
     from nexus_lightning.schema import TenantSchema
@@ -145,16 +145,13 @@ class ManiSkillSimulator(Simulator):
             found.append(f"task={task!r} has no instruction here: pass instruction=")
         if arguments.get("robot_uids") not in (None, "panda"):
             return found
-        for key, dim, what in (
-            ("state_dim", STATE_DIMS.get((str(task), "rgb" if obs == "rgb" else "state")), f"{task} with obs={obs}"),
-            ("action_dim", ACTION_DIMS.get(mode), f"control_mode={mode}"),
-        ):
-            if dim is not None and getattr(schema, key) != dim:
-                found.append(f"{key}={getattr(schema, key)}: {what} has {dim}")
+        what, kind = f"{task} with obs={obs}", "rgb" if obs == "rgb" else "state"
+        dims = {
+            "state_dim": (STATE_DIMS.get((str(task), kind)), what),
+            "action_dim": (ACTION_DIMS.get(mode), f"control_mode={mode}"),
+        }
         shown = () if obs == "rgb" else PRIVILEGED.get(str(task), ())
-        if hidden := [name for name in shown if name not in schema.privileged]:
-            found.append(f"privileged={list(schema.privileged)}: {task} with obs={obs} also shows {', '.join(hidden)}")
-        return found
+        return found + dim_problems(schema, dims) + privileged_problems(schema, shown, what)
 
     def __init__(
         self,

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import numpy as np
 
-from nexus_lightning.simulator import Simulator, StepResult, Suite
+from nexus_lightning.simulator import Simulator, StepResult, Suite, dim_problems, privileged_problems
 
 if TYPE_CHECKING:  # its import takes torch along, which a worker does not need
     from nexus_lightning.schema import TenantSchema
@@ -92,16 +92,13 @@ class MetaWorldSimulator(Simulator):
     def problems(cls, arguments: Mapping[str, Any], schema: TenantSchema) -> list[str]:
         """Task, camera, dims and privileged names, without starting anything."""
         task, obs, cameras = arguments.get("task"), str(arguments.get("obs", "state")), arguments.get("cameras", ())
-        found = _wrong(task, obs, cameras)
-        for key, dim in (("state_dim", STATE_DIMS.get(obs)), ("action_dim", ACTION_DIM)):
-            if dim is not None and getattr(schema, key) != dim:
-                found.append(f"{key}={getattr(schema, key)}: MetaWorld with obs={obs} has {dim}")
-        hidden = [name for name in PRIVILEGED if obs != "rgb" and name not in schema.privileged]
-        if hidden:
-            found.append(
-                f"privileged={list(schema.privileged)}: MetaWorld with obs={obs} also shows {', '.join(hidden)}"
-            )
-        return found
+        what = f"MetaWorld with obs={obs}"
+        dims = {"state_dim": (STATE_DIMS.get(obs), what), "action_dim": (ACTION_DIM, what)}
+        return [
+            *_wrong(task, obs, cameras),
+            *dim_problems(schema, dims),
+            *privileged_problems(schema, () if obs == "rgb" else PRIVILEGED, what),
+        ]
 
     def __init__(
         self,

@@ -173,6 +173,27 @@ class Simulator:
         """Frees the simulator; called once."""
 
 
+def dim_problems(schema: TenantSchema, dims: Mapping[str, tuple[int | None, str]]) -> list[str]:
+    """For :meth:`Simulator.problems`: ``{key of the schema: (what it must be, whose that is)}``; None: not known.
+
+    Example:
+        >>> from nexus_lightning.schema import TenantSchema
+        >>> dim_problems(TenantSchema(4, 7, 1, 1), {"state_dim": (39, "door-open"), "action_dim": (None, "door-open")})
+        ['state_dim=4: door-open has 39']
+    """
+    return [
+        f"{key}={getattr(schema, key)}: {whose} has {dim}"
+        for key, (dim, whose) in dims.items()
+        if dim is not None and getattr(schema, key) != dim
+    ]
+
+
+def privileged_problems(schema: TenantSchema, shown: Sequence[str], what: str) -> list[str]:
+    """For :meth:`Simulator.problems`: what ``what`` shows that only a simulator knows, the schema must own up to."""
+    hidden = [name for name in shown if name not in schema.privileged]
+    return [f"privileged={list(schema.privileged)}: {what} also shows {', '.join(hidden)}"] if hidden else []
+
+
 def execute_chunk(sim: Simulator, actions: np.ndarray) -> ChunkResult:
     """Carries out the rows of ``actions`` ``[K, A]`` until the first done.
 
