@@ -45,7 +45,7 @@ class FakeBackbone(Backbone):
         self.calls += 1
         images = inputs.get("image", None)
         tokens = {} if images is None else {f"image_{c}": v @ self.colour for c, v in images.items()}
-        mask = {k: torch.ones(v.shape[:2], dtype=torch.bool) for k, v in tokens.items()}
+        mask = {k: torch.ones(v.shape[:2], dtype=torch.bool, device=v.device) for k, v in tokens.items()}
         tokens["text"], mask["text"] = self.text[inputs["ids"]], inputs["mask"]
         weight = inputs["mask"].unsqueeze(-1).float()
         pooled = (tokens["text"] * weight).sum(1) / weight.sum(1)

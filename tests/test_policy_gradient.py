@@ -311,3 +311,39 @@ def test_a_confident_policy_has_positive_log_density():
     normal, value = Normal(torch.zeros(1, 1, 1), torch.full((1, 1, 1), 0.01)), torch.zeros(1, 1, 1)
     dist = EvaluatedDecision(normal.log_prob(value), normal.entropy(), torch.ones(1, 1, dtype=torch.bool))
     assert dist.log_prob(value).item() > 3.6
+
+
+@pytest.mark.parametrize("name", ["ppo", "grpo"])
+def test_the_loss_follows_its_head_to_another_device(name):
+    """Built before Lightning moves the head. A GPU refuses clip bounds that stay behind; `meta` stands in for one."""
+    backbone = FakeBackbone()
+    head = ChunkMLPHead(feature_spec=backbone.feature_spec(SCHEMA, "pooled"), schema=SCHEMA)
+    objective = PolicyGradientObjective(head, Normalizer(SCHEMA), AlgorithmConfig(name=name))
+    assert {b.device.type for b in objective.loss_module.buffers(recurse=False)} == {"cpu"}
+    seen = {}
+
+    class Arrived(Exception):
+        pass
+
+    def arrived(*_):
+        seen.update({k: b.device.type for k, b in objective.loss_module.named_buffers(recurse=False)})
+        raise Arrived
+
+    objective.loss_module.register_forward_pre_hook(arrived)
+    head.to("meta")
+    batch = TensorDict(
+        {
+            "features": torch.zeros(2, 1),
+            "state": torch.zeros(2, 3),
+            "vla_action": TensorDict({"chunk": torch.zeros(2, 3, 2)}, [2]),
+            "executed": torch.ones(2, 3, dtype=torch.bool),
+            "sample_log_prob": torch.zeros(2, 1),
+            "advantage": torch.zeros(2, 1),
+            "value_target": torch.zeros(2, 1),
+            "state_value": torch.zeros(2, 1),
+        },
+        [2],
+    )
+    with pytest.raises(Arrived):
+        objective.loss(batch, jobs_completed=0)
+    assert set(seen.values()) == {"meta"} and seen, seen

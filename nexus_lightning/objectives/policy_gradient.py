@@ -365,6 +365,10 @@ class PolicyGradientObjective:
             },
             [],
         )
+        device = next(self.head.parameters()).device
+        for name, value in list(self.loss_module.named_buffers(recurse=False)):
+            # TorchRL's clip bounds and coefficients stay where the head was when the loss was built
+            setattr(self.loss_module, name, value.to(device))
         out = self.loss_module(units)
         if shares is not None:
             per_unit = ("loss_actor", "loss_objective", "kl_approx", "clip_fraction", "mean_ratio")
