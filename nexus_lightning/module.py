@@ -31,6 +31,7 @@ from nexus_lightning.objectives import (
     SFTObjective,
 )
 from nexus_lightning.placement.control import Failure, Ranks, agreed_failures
+from nexus_lightning.placement.sharding import local, whole
 from nexus_lightning.placement.shares import (
     Minibatch,
     Moments,
@@ -40,15 +41,11 @@ from nexus_lightning.placement.shares import (
     cut_permutation,
     rows_of,
 )
-from nexus_lightning.tenant import TenantSlot, derive_seed
+from nexus_lightning.tenant import NonFiniteGradient, NonFiniteLoss, TenantSlot, derive_seed
 
 if TYPE_CHECKING:
     from nexus_lightning.loop import Lease, LeaseGroup
     from nexus_lightning.runtime import Runtime
-
-
-class NonFiniteLoss(ArithmeticError):
-    """A tenant's loss is NaN or infinite; raised before its optimizer step."""
 
 
 @dataclass
@@ -320,12 +317,20 @@ class MultiTenantModule(L.LightningModule):
     def _step(self, update: _Update) -> None:
         self.step_slot(update.slot, update.slot.grad_clip_norm)
 
-    def step_slot(self, slot: TenantSlot, grad_clip_norm: float | None) -> None:
-        """One optimizer step of one tenant."""
-        optimizer = self._lightning_optimizer(slot)
-        if grad_clip_norm is not None:
-            self.clip_gradients(optimizer.optimizer, grad_clip_norm, "norm")
-        optimizer.step()
+    def step_slot(self, slot: TenantSlot, grad_clip_norm: float | None) -> float:
+        """One optimizer step of one tenant. Returns the norm of its gradients before clipping.
+
+        Raises:
+            NonFiniteGradient: as a finite loss can have (the root of 0); nothing has changed.
+        """
+        parameters = [p for p in _parameters(slot) if p.grad is not None]
+        norm = torch.nn.utils.get_total_norm([cast(Tensor, p.grad) for p in parameters])
+        total = float(whole(norm))
+        if not math.isfinite(total):
+            raise NonFiniteGradient(_gradient_problem(slot))
+        if grad_clip_norm is not None:  # Lightning's clip_gradients would take the norm once more
+            torch.nn.utils.clip_grads_with_norm_(parameters, grad_clip_norm, norm)
+        self._lightning_optimizer(slot).step()
         assert slot.scheduler is not None
         slot.scheduler.step()
         if slot.ema is not None:
@@ -333,9 +338,11 @@ class MultiTenantModule(L.LightningModule):
         if slot.critic is not None:
             slot.critic.update_slow()
         slot.optimizer_steps += 1
+        return total
 
     def _finish(self, update: _Update) -> None:
         slot = update.slot
+        slot.check_finite()
         slot.policy_version += 1
         slot.jobs_completed += 1
         slot.cursor = max(slot.cursor, int(update.lease.job.metadata["cursor"]))
@@ -386,22 +393,22 @@ class MultiTenantModule(L.LightningModule):
             The norm of the gradients before clipping.
 
         Raises:
-            NonFiniteLoss: a gradient is not finite; they are dropped and nothing has changed.
+            NonFiniteGradient: all are dropped and nothing has changed.
             ValueError: there are none.
         """
         assert slot.optimizer is not None
-        gradients = [p.grad for p in _parameters(slot) if p.grad is not None]
-        if not gradients:
+        if all(p.grad is None for p in _parameters(slot)):
             raise ValueError(f"tenant {slot.name!r}: there are no gradients; call forward_backward first")
-        norm = float(torch.nn.utils.get_total_norm(gradients))
-        if not math.isfinite(norm):
-            slot.optimizer.zero_grad()
-            raise NonFiniteLoss(f"tenant {slot.name!r}: the gradients are not finite; they were dropped")
+        scheduled = slot.optimizer.param_groups[0]["lr"]
         if lr is not None:
             slot.optimizer.param_groups[0]["lr"] = lr  # until the schedule sets its own again, in this very step
-        self.step_slot(slot, slot.grad_clip_norm if grad_clip_norm is None else grad_clip_norm)
-        slot.optimizer.zero_grad()
-        return norm
+        try:
+            return self.step_slot(slot, slot.grad_clip_norm if grad_clip_norm is None else grad_clip_norm)
+        except NonFiniteGradient:
+            slot.optimizer.param_groups[0]["lr"] = scheduled
+            raise
+        finally:
+            slot.optimizer.zero_grad()
 
     # -------------------------------------------------------------------------------------------- several ranks
 
@@ -726,6 +733,17 @@ def _finite(slot: TenantSlot, loss: Tensor) -> Tensor:
         where = f"tenant {slot.name!r}, optimizer step {slot.optimizer_steps}"
         raise NonFiniteLoss(f"{where}: loss is {float(loss.detach())}")
     return loss
+
+
+def _gradient_problem(slot: TenantSlot) -> str:
+    """Which gradient is not finite, by the name that its parameter has in the tenant's payload."""
+    modules = {"head": slot.head} | ({} if slot.critic is None else {"critic": slot.critic})
+    for prefix, module in modules.items():
+        for name, p in module.named_parameters():
+            if p.grad is not None and not bool(local(p.grad).isfinite().all()):
+                where = f"the gradient of {prefix}.{name} is not finite"
+                return f"tenant {slot.name!r}, optimizer step {slot.optimizer_steps}: {where}"
+    return f"tenant {slot.name!r}, optimizer step {slot.optimizer_steps}: the gradients are too large for one norm"
 
 
 def _parameters(slot: TenantSlot) -> list[nn.Parameter]:

@@ -53,7 +53,7 @@ from nexus_lightning.queues.journal import Journal
 from nexus_lightning.queues.replicas import Fleet
 from nexus_lightning.queues.training import TrainingQueue
 from nexus_lightning.schema import NormalizationStats, Normalizer
-from nexus_lightning.tenant import TenantSlot, derive_seed
+from nexus_lightning.tenant import NonFiniteWeights, TenantSlot, derive_seed
 
 if TYPE_CHECKING:
     from nexus_lightning.module import MultiTenantModule
@@ -587,7 +587,12 @@ class Runtime:
             raise
 
     def publish(self, slot: TenantSlot) -> None:
-        """Hand the tenant's head to the inference queue under its policy version (digest compared there)."""
+        """Hand the tenant's head to the inference queue under its policy version (digest compared there).
+
+        Raises:
+            NonFiniteWeights: the version before stays in force.
+        """
+        slot.check_finite()
         self.served.publish(slot.name, slot.policy_version, slot.serving_head, slot.normalizer, slot.spec.schema)
 
     def complete(self, slot: TenantSlot, lease: Lease, metrics: dict[str, float]) -> None:
@@ -834,7 +839,7 @@ class Runtime:
         slot.head.zero_grad()
         self.status.tenants[name].state = "idle" if slot.quarantined is None else "failed"
         if slot.quarantined is None:
-            self.save_payload(slot)
+            self._save_finite(slot)
 
     def _drop_data(self, name: str) -> None:
         for table in (self.evaluators, self.readers, self.demonstrations, self.datasets, self.reuse):
@@ -888,15 +893,27 @@ class Runtime:
     # ---------------------------------------------------------------------------------------------- checkpoints
 
     def save_payloads(self) -> None:
-        """Write every tenant whose version is not on disk yet. A quarantined tenant keeps what it had."""
+        """Write every tenant whose version is not on disk yet. A quarantined tenant keeps what it had, and one with
+        weights or moments that are not finite is quarantined now."""
         for name, slot in self.slots.items():
             if slot.quarantined is None and self._saved_versions.get(name) != slot.policy_version:
-                self.save_payload(slot)
+                self._save_finite(slot)
+
+    def _save_finite(self, slot: TenantSlot) -> None:
+        try:
+            self.save_payload(slot)
+        except NonFiniteWeights as error:
+            self.quarantine(slot.name, f"{type(error).__name__}: {error}", traceback.format_exc())
 
     def save_payload(self, slot: TenantSlot) -> Path | None:
-        """Write one tenant as it is now. Returns its folder; None on all ranks but the first."""
+        """Write one tenant as it is now. Returns its folder; None on all ranks but the first.
+
+        Raises:
+            NonFiniteWeights: also of the optimizer's moments; nothing is written.
+        """
         name = slot.name
         tensors, optimizer = slot.tensors(), slot.optimizer_state()  # sharded ones are gathered: on every rank
+        slot.check_finite(optimizer)
         self._saved_versions[name], pinned = slot.policy_version, self._saved_versions.get(name)
         if not self.ranks.first:
             return None

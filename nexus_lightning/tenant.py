@@ -43,6 +43,22 @@ COUNTERS = (
 )
 
 
+class NonFinite(ArithmeticError):
+    """Something of a tenant holds NaN or infinity: it is not stepped with, published or saved."""
+
+
+class NonFiniteLoss(NonFinite):
+    """Raised before the gradients."""
+
+
+class NonFiniteGradient(NonFinite):
+    """Raised before the optimizer step."""
+
+
+class NonFiniteWeights(NonFinite):
+    """Raised before publication and before writing."""
+
+
 class TenantAdamW(torch.optim.AdamW):
     """AdamW (Loshchilov and Hutter 2019) that asks for an accelerator only where its parameters are on one.
 
@@ -216,6 +232,24 @@ class TenantSlot:
     def tensors(self) -> dict[str, Tensor]:
         """A payload's content: tensors under ``head.``, ``normalizer.``, and ``ema.`` and ``critic.`` if there are."""
         return {f"{prefix}.{k}": v for prefix, module in self._parts() for k, v in module.state_dict().items()}
+
+    def check_finite(self, optimizer: dict[str, Any] | None = None) -> None:
+        """What the payload holds is numbers: the tensors, and a given :meth:`optimizer_state`.
+
+        Raises:
+            NonFiniteWeights: names the first tensor that does not.
+        """
+        tensors = self.tensors()
+        for index, moments in (optimizer or {"state": {}})["state"].items():
+            tensors |= {f"optimizer.{index}.{k}": v for k, v in moments.items() if isinstance(v, Tensor)}
+        tensors = {name: v for name, v in tensors.items() if v.is_floating_point()}
+        # the norm of all is several times cheaper than a look at each, and finite unless something is not (or is huge)
+        if math.isfinite(torch.nn.utils.get_total_norm(tensors.values())):
+            return
+        for name, tensor in tensors.items():
+            if not bool(tensor.isfinite().all()):
+                where = f"tenant {self.name!r}, optimizer step {self.optimizer_steps}"
+                raise NonFiniteWeights(f"{where}: {name} is not finite; lower the learning rate")
 
     def load_tensors(self, tensors: dict[str, Tensor]) -> None:
         """Inverse of :meth:`tensors`; missing or unexpected names are errors."""

@@ -56,7 +56,7 @@ from nexus_lightning.placement.strategies import TenantFSDP2, make_strategy
 from nexus_lightning.producers.demonstrations import dataset_stats, open_dataset
 from nexus_lightning.runtime import Runtime
 from nexus_lightning.schema import TenantSchema
-from nexus_lightning.tenant import TenantSlot, TenantSpec, build_slot
+from nexus_lightning.tenant import NonFiniteWeights, TenantSlot, TenantSpec, build_slot
 
 LAST_CHECKPOINT = Path("checkpoints") / "last.ckpt"
 
@@ -511,7 +511,7 @@ def load_start(slot: TenantSlot, path: Path, backbone: Backbone) -> None:
     """Head and normaliser of a payload become the slot's start; optimizer, counters and random state stay fresh.
 
     Raises:
-        ValueError: the payload is of another schema or another backbone.
+        ValueError: the payload is of another schema or another backbone, or its weights are not finite.
     """
     payload = read_payload(path)
     where = f"tenants.{slot.name}.init_from: payload {path}"
@@ -521,6 +521,10 @@ def load_start(slot: TenantSlot, path: Path, backbone: Backbone) -> None:
     if payload.manifest["backbone_fingerprint"] != backbone.fingerprint:
         raise ValueError(f"{where} was trained on another backbone; set the backbone it names in its manifest.json")
     slot.start_from(payload.tensors)
+    try:
+        slot.check_finite()
+    except NonFiniteWeights as error:
+        raise ValueError(f"{where} cannot be started from: {error}; choose an earlier version") from None
 
 
 def _banner(

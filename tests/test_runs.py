@@ -22,6 +22,7 @@ from nexus_lightning.checkpoint import read_payload, resolve_payload, tensors_di
 from nexus_lightning.policy import load_policy
 from nexus_lightning.producers.evaluation import summarise
 from nexus_lightning.runtime import Runtime
+from nexus_lightning.tenant import NonFiniteWeights
 from nexus_lightning.trainer import train
 
 FAKE = {"_target_": "fakes.FakeBackbone"}
@@ -87,6 +88,70 @@ def test_alone_equals_beside_a_tenant_whose_loss_is_nan(toy):
     assert a["tenants"]["toy_sft"]["quarantined"] is None and a["tenants"]["toy_sft"]["jobs_completed"] == 6
     assert state_of(a["run_dir"], "toy_sft") == state_of(b["run_dir"], "toy_sft")
     assert "NonFiniteLoss" in (Path(a["run_dir"]) / "errors" / "broken.txt").read_text()
+
+
+class RootHead(ChunkMLPHead):
+    """A finite loss whose gradient is not: the root of 0, from the ninth minibatch on (a test double)."""
+
+    def loss(self, features, state, actions, is_pad):
+        losses = super().loss(features, state, actions, is_pad)
+        self.calls = getattr(self, "calls", 0) + 1
+        if self.calls > 8:
+            losses["loss"] = losses["loss"] + (0 * next(self.parameters())).sum().sqrt()
+        return losses
+
+
+@pytest.mark.parametrize("clip", ["null", "1.0"])
+def test_a_gradient_that_is_not_finite_is_not_stepped_with(toy, clip):
+    """Two kept payloads and the published head held NaN; the loss was finite all the time."""
+    setting = f"tenants.broken.head.grad_clip_norm={clip}"
+    broken = toy("+tenants=[toy_sft]", "+tenant@tenants.broken=toy_sft", setting, "trainer.checkpoint_every_n_jobs=1")
+    broken.tenants["broken"].head["_target_"] = f"{__name__}.RootHead"
+    a, b = train(broken), train(toy("+tenants=[toy_sft]"))
+    reason = a["tenants"]["broken"]["quarantined"]
+    assert reason.startswith("NonFiniteGradient: tenant 'broken', optimizer step 8: the gradient of head.")
+    assert a["tenants"]["broken"]["jobs_completed"] == a["tenants"]["broken"]["policy_version"] == 2
+    payload = read_payload(resolve_payload(Path(a["run_dir"]) / "tenants" / "broken"))
+    assert payload.manifest["policy_version"] == 2, "the last good one"
+    assert all(tensor.isfinite().all() for tensor in payload.tensors.values())
+    assert state_of(a["run_dir"], "toy_sft") == state_of(b["run_dir"], "toy_sft")
+
+
+class OverflowingHead(ChunkMLPHead):
+    """A weight that no gradient warns of is infinite after the last minibatch of the third job (a test double)."""
+
+    def __init__(self, **arguments):
+        super().__init__(**arguments)
+        self.extra, self.calls = torch.nn.Parameter(torch.zeros(1)), 0
+
+    def loss(self, features, state, actions, is_pad):
+        losses = super().loss(features, state, actions, is_pad)
+        losses["loss"] = losses["loss"] + 0 * self.extra.sum()
+        self.calls += 1
+        if self.calls == 12:
+            self.extra.data.fill_(float("inf"))
+        return losses
+
+
+def test_weights_that_are_not_finite_are_neither_published_nor_saved(toy):
+    config = toy("+tenants=[toy_sft]", "+tenant@tenants.broken=toy_sft", "trainer.checkpoint_every_n_jobs=1")
+    config.tenants["broken"].head["_target_"] = f"{__name__}.OverflowingHead"
+    a, b = train(config), train(toy("+tenants=[toy_sft]"))
+    broken = a["tenants"]["broken"]
+    assert broken["quarantined"].startswith("NonFiniteWeights: tenant 'broken', optimizer step 12: head.extra")
+    assert broken["policy_version"] == broken["jobs_completed"] == 2, "the third job was not counted"
+    payload = read_payload(resolve_payload(Path(a["run_dir"]) / "tenants" / "broken"))
+    assert payload.manifest["policy_version"] == 2 and float(payload.tensors["head.extra"]) == 0
+    assert state_of(a["run_dir"], "toy_sft") == state_of(b["run_dir"], "toy_sft")
+
+    slot = load_policy(payload.path, FakeBackbone()).slot
+    slot.head.extra.data.fill_(float("nan"))
+    with pytest.raises(NonFiniteWeights, match="tenant 'broken'"):
+        slot.check_finite()
+    slot.head.extra.data.zero_()
+    moments = {0: {"step": torch.tensor(3.0), "exp_avg_sq": torch.tensor([float("inf")])}}
+    with pytest.raises(NonFiniteWeights, match=r"optimizer\.0\.exp_avg_sq"):
+        slot.check_finite({"state": moments, "param_groups": []})
 
 
 def test_an_averaged_head_is_what_is_served_and_it_resumes(toy):

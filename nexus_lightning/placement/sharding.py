@@ -116,6 +116,11 @@ def whole(value: Any) -> Any:
     return cast(DTensor, value.to(value.device_mesh.device_type)).full_tensor()
 
 
+def local(tensor: Tensor) -> Tensor:
+    """This rank's part of a shard; any other tensor as it is."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
 def load_whole(module: nn.Module, tensors: dict[str, Tensor]) -> None:
     """Whole tensors into a sharded module with exactly these names.
 

@@ -32,7 +32,7 @@ from tensordict import TensorDict
 from nexus_lightning.checkpoint import Payload, PayloadError, read_payload
 from nexus_lightning.config import EnvironmentConfig, SchemaConfig
 from nexus_lightning.environment import SimulatorEnv, make_env
-from nexus_lightning.module import MultiTenantModule, NonFiniteLoss
+from nexus_lightning.module import MultiTenantModule
 from nexus_lightning.producers.evaluation import Episode, list_episodes
 from nexus_lightning.queues.inference import TenantPolicyClient
 from nexus_lightning.queues.jobs import IllegalTransition, Job, JobState, LeaseLost
@@ -50,7 +50,7 @@ from nexus_lightning.services.errors import (
     TooLarge,
 )
 from nexus_lightning.services.spec import Compiler, ServeConfig
-from nexus_lightning.tenant import TenantSlot, derive_seed
+from nexus_lightning.tenant import NonFinite, TenantSlot, derive_seed
 
 if TYPE_CHECKING:
     from nexus_lightning.services.master import _Tenant
@@ -285,7 +285,7 @@ class LowLevelVerbs:
                 return action()
             except NexusError:
                 raise
-            except (NonFiniteLoss, ValueError) as error:  # of the batch, for example a text that is too long
+            except (NonFinite, ValueError) as error:  # of the batch, for example a text that is too long
                 raise InvalidRequest(str(error)) from error
             finally:
                 events.span("actor", {slot.name: rows}, start_s, events.now(), kind="low_level")
