@@ -193,6 +193,8 @@ class MultiTenantModule(L.LightningModule):
             self._sum_gradients([update for update, _ in batches])  # *
             for update, _ in batches:
                 self._guarded(update, self._step)
+            for update in updates:
+                self._guarded(update, self._renew)
         for update in updates:
             if update.slot.replica is not None and not self._failed_somewhere(update):  # *
                 update.slot.refresh_replica()
@@ -314,6 +316,11 @@ class MultiTenantModule(L.LightningModule):
         update.history.append({k: v.detach() for k, v in losses.items()})
         return loss
 
+    def _renew(self, update: _Update) -> None:
+        """A job may take longer than ``queues.training.lease_deadline_s``: its holder is at work."""
+        assert self.runtime is not None
+        self.runtime.scheduler.renew(update.lease.job, self.runtime.lease_deadline_s)
+
     def _step(self, update: _Update) -> None:
         self.step_slot(update.slot, update.slot.grad_clip_norm)
 
@@ -342,6 +349,7 @@ class MultiTenantModule(L.LightningModule):
 
     def _finish(self, update: _Update) -> None:
         slot = update.slot
+        self._renew(update)
         slot.check_finite()
         slot.policy_version += 1
         slot.jobs_completed += 1

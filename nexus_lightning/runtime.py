@@ -565,6 +565,7 @@ class Runtime:
         start_s = self.events.now()
         self.queue.put(self.actor_forward(slot, self.queue.get_data(meta)), metadata=meta)
         self.queue.ack(meta)
+        self.scheduler.renew(job, self.lease_deadline_s)
         self.events.span("actor", {slot.name: job.sample_count}, start_s, self.events.now(), kind="actor_forward")
         self.scheduler.mark(
             job.job_id, JobState.NEEDS_ADVANTAGES, lease_id=job.lease_id, proximal_policy_version=slot.policy_version

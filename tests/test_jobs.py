@@ -152,6 +152,21 @@ class SchedulerMachine(RuleBasedStateMachine):
 
         self.with_lease(job, finish)
 
+    @rule(job=leases)
+    def renew(self, job: Job) -> None:
+        now = self.scheduler.get(job.job_id)
+        if now.state.terminal:
+            assert not self.scheduler.renew(job, 5)
+        elif job.lease_id in (now.lease_id, now.expired_lease_id):
+            assert self.scheduler.renew(job, 5)
+            held = self.scheduler.get(job.job_id)
+            assert (held.state, held.lease_id) == (JobState.LEASED, job.lease_id)
+            assert held.lease_deadline == self.clock.now + 5
+            assert held.ready_seq == now.ready_seq
+        else:
+            with pytest.raises(LeaseLost):
+                self.scheduler.renew(job, 5)
+
     def with_lease(self, job: Job, act) -> None:
         """``act`` works exactly as long as the lease is the current one."""
         now = self.scheduler.get(job.job_id)
@@ -380,6 +395,35 @@ def test_dead_consumer_loses_nothing_and_trains_nothing_twice() -> None:
         scheduler.complete(dead.job_id, lease_id=dead.lease_id)
     assert scheduler.completed("t") == 1 and scheduler.leased_samples("t") == first.sample_count
     assert scheduler.get(second.job_id).state == JobState.READY
+
+
+def test_a_holder_at_work_keeps_its_lease() -> None:
+    """By renewing it in time, or late, as long as nobody else has leased the job."""
+    clock = Clock()
+    scheduler = Scheduler(clock=clock)
+    scheduler.register("t", "sft")
+    ready(scheduler, "t")
+    job = scheduler.lease_next({"t": 0}, 0, deadline_s=10)
+    assert job is not None
+    clock.now = 8.0
+    assert scheduler.renew(job, deadline_s=10)
+    clock.now = 17.0
+    assert scheduler.expire() == [] and scheduler.get(job.job_id).lease_deadline == 18.0
+    clock.now = 18.0
+    assert [returned.state for returned in scheduler.expire()] == [JobState.READY]
+    assert scheduler.leased_samples("t") == 0
+    assert scheduler.renew(job, deadline_s=10), "late, but nobody else has it"
+    again = scheduler.get(job.job_id)
+    assert (again.state, again.lease_id, again.lease_deadline) == (JobState.LEASED, job.lease_id, 28.0)
+    assert scheduler.leased_samples("t") == job.sample_count and scheduler.depth("t") == 0
+    clock.now = 30.0
+    other = scheduler.lease_next({"t": 0}, 0, deadline_s=10)
+    assert other is not None and other.job_id == job.job_id
+    with pytest.raises(LeaseLost):
+        scheduler.renew(job, deadline_s=10)
+    scheduler.complete(other.job_id, lease_id=other.lease_id)
+    assert not scheduler.renew(job, deadline_s=10) and not scheduler.renew(other, deadline_s=10)
+    assert scheduler.completed("t") == 1
 
 
 def test_a_tenant_in_anothers_place_starts_fresh() -> None:

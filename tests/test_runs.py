@@ -117,6 +117,29 @@ def test_a_gradient_that_is_not_finite_is_not_stepped_with(toy, clip):
     assert state_of(a["run_dir"], "toy_sft") == state_of(b["run_dir"], "toy_sft")
 
 
+class SlowHead(ChunkMLPHead):
+    """Takes its time (a test double)."""
+
+    def loss(self, features, state, actions, is_pad):
+        time.sleep(0.03)
+        return super().loss(features, state, actions, is_pad)
+
+
+def test_a_job_longer_than_its_lease_ends_once(toy):
+    """The lease ran out while the job trained and its tenant was quarantined after its weights were published."""
+    config = toy("+tenants=[toy_sft,toy]", "+tenant@tenants.proximal=toy", "queues.training.lease_deadline_s=0.02")
+    config.tenants["toy_sft"].head["_target_"] = f"{__name__}.SlowHead"
+    config.tenants["proximal"].algorithm.proximal = True
+    summary = train(config)
+    for name, tenant in summary["tenants"].items():
+        assert tenant["quarantined"] is None, (name, tenant["quarantined"])
+        assert tenant["jobs_completed"] == tenant["policy_version"] == 6
+    assert summary["jobs_by_state"] == dict.fromkeys(summary["jobs_by_state"], 0) | {"completed": 18}
+    usual = toy("+tenants=[toy_sft]")
+    usual.tenants["toy_sft"].head["_target_"] = f"{__name__}.SlowHead"
+    assert state_of(summary["run_dir"], "toy_sft") == state_of(train(usual)["run_dir"], "toy_sft")
+
+
 class OverflowingHead(ChunkMLPHead):
     """A weight that no gradient warns of is infinite after the last minibatch of the third job (a test double)."""
 

@@ -360,6 +360,7 @@ def advantage_stage(
     rollout["next"] = following
     queue.put(compute_advantages(rollout, algorithm, normalize).flatten(), metadata=meta)
     queue.ack(meta)
+    scheduler.renew(job, lease_deadline_s)
     scheduler.mark(job.job_id, JobState.READY, lease_id=job.lease_id)
 
 

@@ -88,6 +88,7 @@ class Job:
         timestamps: state -> time of the last entry into it, in seconds of the scheduler's clock.
         metadata: JSON-able extras of ``reserve``, ``mark`` and ``complete``; ``lease_expirations`` counts lost leases.
         lease_id / lease_deadline: the current lease, None when nobody holds the job.
+        expired_lease_id: the lease that expired last, while nobody has leased the job since.
     """
 
     job_id: str
@@ -111,6 +112,7 @@ class Job:
     metadata: dict[str, Any] = field(default_factory=dict)
     lease_id: int | None = None
     lease_deadline: float | None = None
+    expired_lease_id: int | None = None
 
 
 _NAMES = tuple(state.value for state in JobState)
@@ -251,7 +253,7 @@ class Scheduler:
     a tenant that is stopped wake ``wait_for_room`` of that tenant; ``close`` wakes all.
     Expiry: ``lease_next`` and ``lease_stage`` first return the leases whose deadline has passed; ``expire`` does it
     alone. A call that names an outdated ``lease_id`` raises :class:`LeaseLost`, so a job that two consumers held is
-    trained once.
+    trained once. A holder at work says so with ``renew``, which also takes back an expired lease that nobody else has.
     ``close()``: ``reserve``, ``lease_stage`` and ``lease_next`` answer None from then on and waiters return; jobs in
     flight stay and may still be marked, completed or failed.
     With a ``journal`` every transition is in its database before the call that made it returns, so kill -9 loses none.
@@ -568,6 +570,32 @@ class Scheduler:
                     timed_out = not self._changed.wait(remaining_s)
             self._announce(dropped)
 
+    def renew(self, job: Job, deadline_s: float) -> bool:
+        """The holder of a lease is at work: the lease lasts ``deadline_s`` from now on, under the same ``lease_id``.
+
+        A lease that has expired is taken back unless somebody else has leased the job since.
+
+        Args:
+            job: as it was leased.
+            deadline_s: as in :meth:`lease_next`.
+
+        Returns:
+            False when the job has ended meanwhile (its tenant was quarantined or has left).
+
+        Raises:
+            LeaseLost: somebody else has leased the job.
+        """
+        with self._changed:
+            own = self._jobs.get(job.job_id)
+            if own is None:
+                return False
+            if own.expired_lease_id is not None and own.expired_lease_id == job.lease_id:
+                self._lease(own, deadline_s, job.lease_id)
+                return True
+            own = self._job(job.job_id, job.lease_id)
+            own.lease_deadline = self._clock() + deadline_s  # a later one: the earliest of all stays a bound
+            return True
+
     def wake(self) -> None:
         """The waiting :meth:`lease_next` (or else the next one that would wait) returns: its caller has other work."""
         with self._changed:
@@ -810,8 +838,9 @@ class Scheduler:
                     first, first_order = oldest, order
         return first, stale
 
-    def _lease(self, job: Job, deadline_s: float) -> Job:
-        job.lease_id = self._next("lease")
+    def _lease(self, job: Job, deadline_s: float, lease_id: int | None = None) -> Job:
+        job.lease_id = self._next("lease") if lease_id is None else lease_id
+        job.expired_lease_id = None
         job.lease_deadline = self._clock() + deadline_s
         self._first_deadline = min(self._first_deadline, job.lease_deadline)
         if job.state == JobState.READY:
@@ -831,7 +860,7 @@ class Scheduler:
                 continue
             if job.state == JobState.LEASED:
                 self._tenants[job.tenant_id].leased_samples -= job.sample_count
-            job.lease_id = job.lease_deadline = None
+            job.expired_lease_id, job.lease_id, job.lease_deadline = job.lease_id, None, None
             job.metadata["lease_expirations"] = job.metadata.get("lease_expirations", 0) + 1
             self._enter(job, _RETURNS_TO[job.state])
             if job.ready_seq is not None:  # it has kept its place
@@ -863,7 +892,7 @@ class Scheduler:
     def _end(self, job: Job, state: JobState, reason: str) -> Job:
         assert not job.state.terminal and state.terminal
         job.reason = reason
-        job.lease_id = job.lease_deadline = None
+        job.lease_id = job.lease_deadline = job.expired_lease_id = None
         self._enter(job, state)
         self._remember(job)
         return _copy(job)

@@ -186,6 +186,7 @@ class LowLevelVerbs:
                 for part in batch.split(int(size)):
                     history.append(self.module.add_gradients(slot, objective, part))
                     self.module.step_with_gradients(slot, how.get("lr"), how.get("grad_clip_norm"))
+                    self.runtime.scheduler.renew(job, self.runtime.lease_deadline_s)
             finally:  # what was stepped is served, also when a later minibatch was refused
                 if slot.optimizer_steps > steps:
                     self._publish(slot)
