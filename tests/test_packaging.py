@@ -21,7 +21,7 @@ def wheel(tmp_path_factory) -> Path:
     source = tmp_path_factory.mktemp("source")
     for folder in ("nexus_lightning", "models", "envs", "conf", "scripts", "tests"):
         shutil.copytree(ROOT / folder, source / folder, ignore=shutil.ignore_patterns("__pycache__"))
-    for name in ("pyproject.toml", "README.md"):
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, source / name)
     code = "import setuptools.build_meta as b; b.build_wheel('out')"
     built = subprocess.run([sys.executable, "-c", code], cwd=source, capture_output=True, text=True)
@@ -37,6 +37,16 @@ def test_wheel_holds_only_the_package(wheel):
     assert "nexus_lightning/services/page.html" in names
     subpackages = {p.parent.relative_to(ROOT).as_posix() for p in (ROOT / "nexus_lightning").rglob("__init__.py")}
     assert subpackages <= {name.rsplit("/", 1)[0] for name in names}
+
+
+def test_wheel_carries_the_licence(wheel):
+    archive = zipfile.ZipFile(wheel)
+    (metadata,) = (name for name in archive.namelist() if name.endswith("METADATA"))
+    assert "License-Expression: Apache-2.0" in archive.read(metadata).decode().splitlines()
+    (licence,) = (name for name in archive.namelist() if name.endswith("/licenses/LICENSE"))
+    assert archive.read(licence) == (ROOT / "LICENSE").read_bytes() and b"Version 2.0, January 2004" in (
+        ROOT / "LICENSE"
+    ).read_bytes()
 
 
 def test_wheel_metadata_keeps_the_pins(wheel):
