@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
+from nexus_lightning.files import made_once, put_in_place
 from nexus_lightning.simulator import SimulatorDied, SimulatorHost, SimulatorProcess
 
 if TYPE_CHECKING:
@@ -104,22 +105,30 @@ def record_demonstrations(
         check_recording(root, record)
         return root
     _require_lerobot()
-    count = 0 if inline else min(workers, episodes)
-    processes = [SimulatorProcess(record["simulator"], root.name, i, host=RecorderHost) for i in range(count)]
-    temporary = root.with_name(f"{root.name}.recording-{os.getpid()}")
-    try:
-        if inline:
-            source = _inline_episodes(record["simulator"], how, episodes, first_seed, schema)
-        else:
-            source = _episodes(processes, how, episodes, first_seed, schema, start_timeout_s, episode_timeout_s)
-        kept, tried = _write(source, temporary, repo_id or f"local/{root.name}", episodes, schema, progress)
-        record |= {"seeds": kept, "tried": tried, "schema_signature": schema.signature}
-        (temporary / RECORD_FILE).write_text(json.dumps(record, indent=2) + "\n")
-        temporary.replace(root)
-    finally:
-        for process in processes:
-            process.close()
-        shutil.rmtree(temporary, ignore_errors=True)
+    with made_once(root, "recording"):
+        if root.exists():  # by now
+            check_recording(root, record)
+            return root
+        for left in root.parent.iterdir():  # by a recording that was killed
+            if left.name.startswith(f"{root.name}.recording-"):
+                shutil.rmtree(left)
+        count = 0 if inline else min(workers, episodes)
+        processes = [SimulatorProcess(record["simulator"], root.name, i, host=RecorderHost) for i in range(count)]
+        temporary = root.with_name(f"{root.name}.recording-{os.getpid()}")
+        try:
+            if inline:
+                source = _inline_episodes(record["simulator"], how, episodes, first_seed, schema)
+            else:
+                source = _episodes(processes, how, episodes, first_seed, schema, start_timeout_s, episode_timeout_s)
+            kept, tried = _write(source, temporary, repo_id or f"local/{root.name}", episodes, schema, progress)
+            made = record | {"seeds": kept, "tried": tried, "schema_signature": schema.signature}
+            (temporary / RECORD_FILE).write_text(json.dumps(made, indent=2) + "\n")
+            if not put_in_place(temporary, root):  # on a file system whose locks do not reach the other machine
+                check_recording(root, record)
+        finally:
+            for process in processes:
+                process.close()
+            shutil.rmtree(temporary, ignore_errors=True)
     return root
 
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import time
+import uuid
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -33,6 +35,7 @@ from nexus_lightning.config import (
     validate,
 )
 from nexus_lightning.demonstrations import record_demonstrations
+from nexus_lightning.files import last_folder, made_once, new_folder, put_in_place, try_lock
 from nexus_lightning.loop import LeaseStream, MultiTenantFitLoop
 from nexus_lightning.memory import (
     Admission,
@@ -59,6 +62,8 @@ from nexus_lightning.schema import TenantSchema
 from nexus_lightning.tenant import NonFiniteWeights, TenantSlot, TenantSpec, build_slot
 
 LAST_CHECKPOINT = Path("checkpoints") / "last.ckpt"
+#: In a run folder, held by the process that writes there.
+RUN_LOCK = "run.lock"
 
 
 class LocalCheckpointIO(TorchCheckpointIO):
@@ -322,7 +327,19 @@ def _train(config: NexusConfig, backbone: Backbone | None, link_latest: bool, ra
 def _run(
     config: NexusConfig, backbone: Backbone | None, link_latest: bool, ranks: Ranks, devices: Devices
 ) -> dict[str, Any]:
-    run_dir, ckpt_path = ranks.on_first(lambda: prepare_run(config, link_latest))
+    with contextlib.ExitStack() as held:  # rank 0's lock on the run folder
+        run_dir, ckpt_path = ranks.on_first(lambda: prepare_run(config, link_latest, held))
+        return _run_in(run_dir, ckpt_path, config, backbone, ranks, devices)
+
+
+def _run_in(
+    run_dir: Path,
+    ckpt_path: Path | None,
+    config: NexusConfig,
+    backbone: Backbone | None,
+    ranks: Ranks,
+    devices: Devices,
+) -> dict[str, Any]:
     if config.placement.torch_threads is not None:
         torch.set_num_threads(config.placement.torch_threads)
     keep_freed_memory()
@@ -358,10 +375,23 @@ def _run(
     return {**summary, "run_dir": str(run_dir)}
 
 
-def prepare_run(config: NexusConfig, link_latest: bool) -> tuple[Path, Path | None]:
-    """Make the run folder and record the demonstrations that are not there yet; see :func:`resolve_run`."""
+def prepare_run(config: NexusConfig, link_latest: bool, held: contextlib.ExitStack) -> tuple[Path, Path | None]:
+    """Make the run folder and record the demonstrations that are not there yet; see :func:`resolve_run`.
+
+    Args:
+        config: of the run.
+        link_latest: see :func:`train`.
+        held: keeps the lock on the run folder until it is closed, or the process ends.
+
+    Raises:
+        ConfigError: also when the run to go on with is still going, here or in another program.
+    """
     run_dir, ckpt_path = resolve_run(config)
-    run_dir.mkdir(parents=True, exist_ok=True)
+    lock = try_lock(run_dir / RUN_LOCK)
+    if lock is None:
+        given = f"ckpt_path={config.ckpt_path}: the run in {run_dir} is still going"
+        raise ConfigError([f"{given}; wait for its end or stop it, or name another run"])
+    held.callback(lock.release)
     (run_dir / LAST_CHECKPOINT).parent.mkdir(exist_ok=True)
     if link_latest:
         _link_latest(Path(config.output_dir), run_dir)
@@ -371,7 +401,7 @@ def prepare_run(config: NexusConfig, link_latest: bool) -> tuple[Path, Path | No
 
 
 def resolve_run(config: NexusConfig) -> tuple[Path, Path | None]:
-    """The run folder and the checkpoint to continue from: a resumed run goes on in its own folder.
+    """The run folder, made for this run alone, and the checkpoint to continue from: a resumed run goes on in its own.
 
     A process that torchrun has started again (``--max-restarts``) continues by itself what it had saved.
 
@@ -384,15 +414,11 @@ def resolve_run(config: NexusConfig) -> tuple[Path, Path | None]:
         launch = os.environ.get("TORCHELASTIC_RUN_ID", "none")
         name = launch if launch != "none" else time.strftime("%Y-%m-%d_%H-%M-%S")
         name = f"{name}_{config.run_name}" if config.run_name else name
-        run_dir, copy, earlier = output / name, 1, output / "latest" if launch == "none" else None
-        while run_dir.exists():
-            earlier = run_dir
-            copy += 1
-            run_dir = output / f"{name}_{copy}"
-        restarted = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) > 0
-        if restarted and earlier is not None and (earlier / LAST_CHECKPOINT).is_file():
-            return earlier.resolve(), (earlier / LAST_CHECKPOINT).resolve()
-        return run_dir.resolve(), None
+        if int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) > 0:
+            earlier = output / "latest" if launch == "none" else last_folder(output, name)
+            if earlier is not None and (earlier / LAST_CHECKPOINT).is_file():
+                return earlier.resolve(), (earlier / LAST_CHECKPOINT).resolve()
+        return new_folder(output, name).resolve(), None
     given = output / "latest" if config.ckpt_path == "last" else Path(config.ckpt_path)
     checkpoint = given if given.suffix == ".ckpt" else given / LAST_CHECKPOINT
     if not checkpoint.is_file():
@@ -403,7 +429,7 @@ def resolve_run(config: NexusConfig) -> tuple[Path, Path | None]:
 
 def _link_latest(output: Path, run_dir: Path) -> None:
     output.mkdir(parents=True, exist_ok=True)  # a resumed run lies where it did
-    link, temporary = output / "latest", output / f".latest-{os.getpid()}"
+    link, temporary = output / "latest", output / f".latest-{uuid.uuid4().hex}"
     temporary.symlink_to(os.path.relpath(run_dir, output))
     temporary.replace(link)
 
@@ -463,8 +489,27 @@ def prepare_payload(
         identity = digest_of({"recipe": asdict(recipe), "backbone": backbone.fingerprint, "seed": config.seed})
         path = Path(config.data_dir) / "payloads" / identity
     tenant_dir = path / "tenants" / recipe_name
-    if ranks.on_first((tenant_dir / "latest").is_file):
-        return tenant_dir
+    with contextlib.ExitStack() as held:
+
+        def is_made() -> bool:
+            if not (tenant_dir / "latest").is_file():
+                held.enter_context(made_once(path, "training the starting payload"))
+            return (tenant_dir / "latest").is_file()
+
+        if not ranks.on_first(is_made):
+            _train_payload(name, recipe_name, recipe, path, config, backbone, ranks)
+    return tenant_dir
+
+
+def _train_payload(
+    name: str,
+    recipe_name: str,
+    recipe: TenantConfig,
+    path: Path,
+    config: NexusConfig,
+    backbone: Backbone,
+    ranks: Ranks,
+) -> None:
     if ranks.first:
         print(f"training the starting payload of {name} from its recipe in {path}", flush=True)
     preparation = NexusConfig(
@@ -483,8 +528,7 @@ def prepare_payload(
     if summary["tenants"][recipe_name].get("quarantined"):
         raise RuntimeError(f"tenants.{name}.init_from.recipe failed: {summary['tenants'][recipe_name]['quarantined']}")
     made = Path(summary["run_dir"])
-    ranks.on_first(lambda: made.rename(path))
-    return tenant_dir
+    ranks.on_first(lambda: put_in_place(made, path))
 
 
 def build_slots(
