@@ -18,7 +18,6 @@ import io
 import logging
 import os
 import re
-import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib import metadata
@@ -28,6 +27,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import numpy as np
 
+from nexus_lightning.files import write_atomically
 from nexus_lightning.simulator import Simulator, StepResult, Suite, dim_problems, privileged_problems
 
 if TYPE_CHECKING:  # its import takes torch along, which a worker does not need
@@ -459,9 +459,7 @@ def _write_missing_config(paths: dict[str, str]) -> None:
     if (folder / "config.yaml").is_file():
         return
     folder.mkdir(parents=True, exist_ok=True)
-    with tempfile.NamedTemporaryFile("w", dir=folder, suffix=".tmp", delete=False, encoding="utf-8") as file:
-        yaml.safe_dump(paths, file)
-    os.replace(file.name, folder / "config.yaml")
+    write_atomically(folder / "config.yaml", yaml.safe_dump(paths))
 
 
 def _load_task(libero: SimpleNamespace, suite: str, task_id: int) -> tuple[Any, np.ndarray]:

@@ -36,6 +36,8 @@ from safetensors.torch import load as safetensors_load
 from safetensors.torch import save as safetensors_save
 from torch import Tensor, nn
 
+from nexus_lightning.files import TEMPORARY, fsync_folder, rename_folder, write_atomically
+
 FORMAT = 1
 #: What the caller's manifest must say; the rest is added by :func:`write_payload`.
 MANIFEST_KEYS = ("schema", "signature", "prefix_signature", "backbone_fingerprint", "config", "task")
@@ -44,7 +46,6 @@ _TENANT = re.compile(r"[A-Za-z][A-Za-z0-9_-]{0,63}")
 _FOLDER = re.compile(r"v(\d{8,})(?:-r(\d+))?")
 _DATA_FILES = ("head.safetensors", "optimizer.safetensors", "state.json")
 _RNG = "rng"
-_TEMPORARY = ".tmp-"
 
 
 class PayloadError(ValueError):
@@ -180,27 +181,22 @@ def write_payload(
     previous = _latest_name(folder)
     target = _same_content(folder, version, full_manifest)
     created = None
-    temporary = folder / f"{_TEMPORARY}{uuid.uuid4().hex}"
+    temporary = folder / f"{TEMPORARY}{uuid.uuid4().hex}"
     try:
         if target is None:
             target = _free_folder(folder, version)
             temporary.mkdir()
             for name, data in {**files, **(extra or {})}.items():
                 (temporary / name).parent.mkdir(exist_ok=True)
-                _write_file(temporary / name, data)
-            _fsync_folder(temporary)
+                (temporary / name).write_bytes(data)
+            fsync_folder(temporary)
             _verify(what, temporary, tensors, optimizer_tensors, optimizer_values, state)
             created = target
-            os.rename(temporary, target)
-            _fsync_folder(folder)
+            rename_folder(temporary, target)
         if target.name != previous:
-            pointer = folder / f"{_TEMPORARY}latest"
-            _write_file(pointer, f"{target.name}\n".encode())
-            os.replace(pointer, folder / "latest")
-            created = None
-            _fsync_folder(folder)
+            write_atomically(folder / "latest", f"{target.name}\n", durable=True)
     except BaseException as error:
-        if created is not None:
+        if created is not None and _latest_name(folder) != created.name:
             shutil.rmtree(created, ignore_errors=True)
         _remove_temporaries(folder)
         if isinstance(error, OSError):
@@ -339,13 +335,13 @@ def _prune(folder: Path, keep: int, pinned: set[int], newest: Path) -> None:
     for name in _version_folders(folder)[:-keep]:
         if name != newest.name and _parse(name)[0] not in pinned:
             # Renamed first: a kill during the removal must not leave half a version under a version's name.
-            doomed = folder / f"{_TEMPORARY}{uuid.uuid4().hex}"
+            doomed = folder / f"{TEMPORARY}{uuid.uuid4().hex}"
             os.rename(folder / name, doomed)
             shutil.rmtree(doomed)
 
 
 def _remove_temporaries(folder: Path) -> None:
-    for path in folder.glob(f"{_TEMPORARY}*"):
+    for path in folder.glob(f"{TEMPORARY}*"):
         if path.is_dir():
             shutil.rmtree(path)
         else:
@@ -359,21 +355,6 @@ def _to_json(what: str, name: str, value: Any) -> bytes:
         raise PayloadError(
             f"{what}: {name} holds a value that is not JSON ({error}): convert it to plain values"
         ) from error
-
-
-def _write_file(path: Path, data: bytes) -> None:
-    with open(path, "wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def _fsync_folder(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 # ---- load ------------------------------------------------------------------------------------------------------------

@@ -12,6 +12,8 @@ from scipy.stats import binomtest
 
 from nexus_lightning.config import EnvironmentConfig, TenantConfig, process_problems, schema_of
 from nexus_lightning.environment import make_env
+from nexus_lightning.inference.policies import ServedPolicies
+from nexus_lightning.inference.server import TenantInferenceServer
 from nexus_lightning.policy import Policy
 from nexus_lightning.producers.evaluation import (
     EvalResult,
@@ -21,7 +23,6 @@ from nexus_lightning.producers.evaluation import (
     save_recorded,
     summarise,
 )
-from nexus_lightning.queues.inference import ServedPolicies, TenantInferenceServer
 from nexus_lightning.schema import TenantSchema
 from nexus_lightning.simulator import simulator_class, task_configs
 

@@ -23,6 +23,9 @@ from nexus_lightning.config import ConfigError, NexusConfig, TenantConfig, datas
 from nexus_lightning.environment import SimulatorEnv, make_env
 from nexus_lightning.features.reuse import PassCounter, ReusePlan, plan_reuse
 from nexus_lightning.features.store import FeatureStore
+from nexus_lightning.inference.policies import ServedPolicies
+from nexus_lightning.inference.replicas import Fleet
+from nexus_lightning.inference.server import TenantInferenceServer
 from nexus_lightning.loop import Lease
 from nexus_lightning.monitoring.events import EventLog
 from nexus_lightning.monitoring.progress import RunStatus, TenantStatus
@@ -47,10 +50,8 @@ from nexus_lightning.producers.evaluation import (
     summarise,
 )
 from nexus_lightning.producers.rollouts import AbsentRolloutProducer, RolloutProducer, advantage_stage
-from nexus_lightning.queues.inference import ServedPolicies, TenantInferenceServer
 from nexus_lightning.queues.jobs import Job, JobState, LeaseLost, Scheduler
 from nexus_lightning.queues.journal import Journal
-from nexus_lightning.queues.replicas import Fleet
 from nexus_lightning.queues.training import TrainingQueue
 from nexus_lightning.schema import NormalizationStats, Normalizer
 from nexus_lightning.tenant import NonFiniteWeights, TenantSlot, derive_seed

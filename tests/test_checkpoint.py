@@ -313,6 +313,23 @@ def test_disk_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, point: str) 
     assert read_payload(save(tmp_path, 2, module)).version == 2
 
 
+def test_a_version_that_is_latest_stays_although_its_name_could_not_be_flushed(tmp_path, monkeypatch) -> None:
+    """The last thing that can fail: the folder is in force by then, and must not be removed."""
+    module, real = Module(), os.fsync
+    save(tmp_path, 1, module)
+
+    def full(descriptor: int) -> None:
+        if (tmp_path / "libero" / "latest").read_text() == "v00000002\n":
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        real(descriptor)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", full)
+        with pytest.raises(OSError, match="v00000002 stays in force"):
+            save(tmp_path, 2, module)
+    assert names(tmp_path) == ["latest", "v00000001", "v00000002"] and read_payload(tmp_path / "libero").version == 2
+
+
 def test_a_write_that_lies_is_found_before_it_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """C2: what was read back is compared with what was given, not only with its own digest."""
     module = Module()

@@ -528,17 +528,18 @@ def test_disk_full(tmp_path, monkeypatch, caplog, step):
     entry = store.entry(EVEN, 28, compute)
     read(entry, [0])
     left = [2]
-    name = {"data": "_write_file", "fsync": "_fsync"}[step]
-    original = getattr(store_module, name)
+    owner, name = {"data": (store_module, "_write_file"), "fsync": (os, "fsync")}[step]
+    original = getattr(owner, name)
 
-    def full(path, *args):
+    def full(file, *args):
+        path = Path(os.readlink(f"/proc/self/fd/{file}")) if step == "fsync" else file
         if path.suffix == ".memmap":
             left[0] -= 1
             if left[0] <= 0:
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        original(path, *args)
+        original(file, *args)
 
-    monkeypatch.setattr(store_module, name, full)
+    monkeypatch.setattr(owner, name, full)
     for _ in range(3):
         read(entry, [1, 8, 15])
     other = store.entry(replace(EVEN, kind="pooled"), 28, compute)
@@ -592,10 +593,10 @@ def test_kill_in_the_middle_of_a_write(tmp_path, moment):
                 path.write_bytes(bytes(data)[: len(data) // 2])
             os.kill(os.getpid(), signal.SIGKILL)
 
-        if moment == "rename":
-            os.rename = die
+        if moment == "half a file":
+            store_module._write_file = die
         else:
-            setattr(store_module, {"half a file": "_write_file", "fsync": "_fsync"}[moment], die)
+            setattr(os, moment, die)
         entry.read(torch.tensor([7]))
 
     process = multiprocessing.get_context("fork").Process(target=child)

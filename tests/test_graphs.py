@@ -19,7 +19,8 @@ from models.backbones.smolvlm import SmolVLM2
 from nexus_lightning.checks import random_observation
 from nexus_lightning.features import graphs
 from nexus_lightning.features.graphs import GraphCache, graphs_for, replay, replaying
-from nexus_lightning.queues.inference import ServedPolicies, TenantInferenceServer
+from nexus_lightning.inference.policies import ServedPolicies
+from nexus_lightning.inference.server import TenantInferenceServer
 from nexus_lightning.schema import TenantSchema
 
 SCHEMA = TenantSchema(state_dim=4, action_dim=3, chunk=3, execute=2, cameras=("front",), image_size=64)

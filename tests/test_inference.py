@@ -23,8 +23,11 @@ from models.heads.mlp import ChunkMLPHead
 from nexus_lightning.backbone import Backbone, FeatureSegment, FeatureSpec, VLAFeature
 from nexus_lightning.config import ConfigError, validate
 from nexus_lightning.head import ActionHead
-from nexus_lightning.queues import inference
-from nexus_lightning.queues.inference import ServedPolicies, TenantInferenceServer, TenantPolicyClient
+from nexus_lightning.inference.client import TenantPolicyClient
+from nexus_lightning.inference.figures import Histogram
+from nexus_lightning.inference.policies import ServedPolicies
+from nexus_lightning.inference.requests import Stack
+from nexus_lightning.inference.server import MAX_STACKS, TenantInferenceServer
 from nexus_lightning.schema import NormalizationStats, Normalizer, TenantSchema
 
 PROMPT_LIMIT = 64
@@ -547,9 +550,18 @@ def test_a_pinned_version_is_served_until_it_is_unpinned(policies, backbone):
             policies.unpin("a", 3)
 
 
-def test_publication_is_compared_by_digest(policies, backbone, monkeypatch, caplog):
+def test_publication_is_compared_by_digest(policies, backbone, caplog):
+    corrupt = threading.Event()
+
+    class CopiedBadly(FakeRLHead):
+        def load_state_dict(self, *args, **kwargs):
+            out = super().load_state_dict(*args, **kwargs)
+            with torch.no_grad():
+                self.actor.bias[0] += 1e-3 * corrupt.is_set()
+            return out
+
     schema = schema_of()
-    head = FakeRLHead(backbone.feature_spec(schema), schema)
+    head = CopiedBadly(backbone.feature_spec(schema), schema)
     first = publish(policies, "a", schema, head, 0)
     assert publish(policies, "a", schema, head, 1) == first
     assert policies.served("a").unchanged and "same bytes" in caplog.text
@@ -558,14 +570,7 @@ def test_publication_is_compared_by_digest(policies, backbone, monkeypatch, capl
     assert publish(policies, "a", schema, head, 2) != first
     assert not policies.served("a").unchanged and policies.counts() == {"a": {"published": 3, "unchanged": 1}}
 
-    copy_head = inference._copy_head
-
-    def corrupt(head, spare, device):
-        copied = copy_head(head, spare, device)
-        copied.actor.bias[0] += 1e-3
-        return copied
-
-    monkeypatch.setattr(inference, "_copy_head", corrupt)
+    corrupt.set()
     with pytest.raises(RuntimeError, match="tenant 'a': publication of version 3 failed"):
         publish(policies, "a", schema, head, 3)
     assert policies.versions("a") == [2]
@@ -699,12 +704,15 @@ class GatedBackbone(FakeBackbone):
         return super().encode(inputs, kinds)
 
 
-def waits(server: TenantInferenceServer, requests: int) -> bool:
-    """True when so many requests wait although the worker is free: somebody is expected."""
-    transport = server.transport
-    with transport._changed:
-        nobody_is_due = transport._next(time.monotonic())[0] is None
-        return len(transport._queue) == requests and transport._free_since_s is not None and nobody_is_due
+class Clock:
+    """The time, turned forward by tests that would have to wait for it; counts who looks."""
+
+    def __init__(self) -> None:
+        self.ahead_s, self.looks = 0.0, 0
+
+    def __call__(self) -> float:
+        self.looks += 1
+        return time.monotonic() + self.ahead_s
 
 
 def prompt_clients(server: TenantInferenceServer, schema: TenantSchema, tenants: Sequence[str]):
@@ -746,13 +754,13 @@ def test_a_session_that_was_just_answered_is_waited_for_until_it_rests(policies,
     server = TenantInferenceServer(policies, timeout_s=LONG_S)
     a, b = prompt_clients(server, schema, ("a", "bb"))
     with_b = a.submit(request(schema))
-    until(lambda: waits(server, 1))
+    until(lambda: server.transport.held_back == 1)
     assert not with_b.done()
     for future in (b.submit(request(schema)), with_b):
         future.result(timeout=10)
     assert backbone.calls == [2, 2, 2]
     alone = a.submit(request(schema))
-    until(lambda: waits(server, 1))
+    until(lambda: server.transport.held_back == 1)
     b.rest()
     alone.result(timeout=10)
     a(request(schema))  # still resting: not waited for
@@ -769,7 +777,7 @@ def test_b_requests_fire_although_somebody_is_expected(policies, backbone):
     server = TenantInferenceServer(policies, timeout_s=LONG_S, max_batch_size=2)
     a, _ = prompt_clients(server, schema, ("a", "a"))
     waiting = server.client("a", sample=False).submit(request(schema))
-    until(lambda: waits(server, 1))
+    until(lambda: server.transport.held_back == 1)
     a(request(schema))
     waiting.result(timeout=10)
     server.shutdown()
@@ -789,19 +797,19 @@ def test_a_session_that_was_late_is_waited_for_no_more_until_it_is_prompt(polici
     schema = schema_of()
     publish(policies, "a", schema)
     publish(policies, "bb", schema)
-    server = TenantInferenceServer(policies, timeout_s=LONG_S)
+    clock = Clock()
+    server = TenantInferenceServer(policies, timeout_s=LONG_S, clock=clock)
     a, b = prompt_clients(server, schema, ("a", "bb"))
-    b._session.answered_s -= 2 * LONG_S  # a long simulation
+    a.rest()
+    clock.ahead_s += 2 * LONG_S  # a long simulation of b
     a(request(schema))
     a.rest()
     b(request(schema))
-    assert not b._session.prompt
     a(request(schema))  # b was answered a moment ago, but it is not expected
     a.rest()
-    b(request(schema))
-    assert b._session.prompt  # it came back at once this time
+    b(request(schema))  # it came back at once this time
     waiting = a.submit(request(schema))
-    until(lambda: waits(server, 1))
+    until(lambda: server.transport.held_back == 1)
     assert not waiting.done()
     server.shutdown()
     assert "shutting down" in str(fail_of(waiting))
@@ -811,30 +819,30 @@ def test_a_crashed_session_is_waited_for_once(policies, backbone):
     schema = schema_of()
     publish(policies, "a", schema)
     publish(policies, "bb", schema)
-    server = TenantInferenceServer(policies, timeout_s=LONG_S)
-    a, crashed = prompt_clients(server, schema, ("a", "bb"))
+    clock = Clock()
+    server = TenantInferenceServer(policies, timeout_s=LONG_S, clock=clock)
+    a, _ = prompt_clients(server, schema, ("a", "bb"))  # the other one crashes
     held = a.submit(request(schema))
-    until(lambda: waits(server, 1))
-    crashed._session.answered_s -= LONG_S  # T is over
+    until(lambda: server.transport.held_back == 1)
+    clock.ahead_s += LONG_S  # T is over
     server.transport.wake()
     held.result(timeout=10)
     for _ in range(5):
         a(request(schema))
     server.shutdown()
     assert backbone.calls == [2, 2, *[1] * 6]
-    assert server.transport._away <= {a._session}  # sessions that are gone leave nothing behind
+    assert len(server.transport.expected) == 1  # a: sessions that are gone leave nothing behind
 
 
 def test_t_runs_out_by_itself(policies):
     schema = schema_of()
     publish(policies, "a", schema)
-    server = TenantInferenceServer(policies, timeout_s=0.3)
-    a, gone = prompt_clients(server, schema, ("a", "a"))
-    gone._session.prompt, gone._session.answered_s = True, time.monotonic()
-    server.transport._away.add(gone._session)
-    future = a.submit(request(schema))
-    assert future.result(timeout=10) is not None and future.held_s > 0
-    server.shutdown()
+    with TenantInferenceServer(policies, timeout_s=1.0) as server:
+        gone = server.client("a", sample=False, timeout_s=20)
+        for _ in range(2):
+            gone(request(schema))  # it came back at once, so it is expected
+        future = server.client("a", sample=False).submit(request(schema))
+        assert future.result(timeout=10) is not None and future.held_s > 0
 
 
 def test_zero_t_never_waits(policies, backbone):
@@ -906,22 +914,12 @@ def test_a_group_that_never_stops_does_not_starve_another(policies, backbone):
 def test_a_server_without_work_sleeps(policies):
     schema = schema_of()
     publish(policies, "a", schema)
-    looks = 0
-
-    with TenantInferenceServer(policies, timeout_s=0.001) as server:
-        client = server.client("a", sample=False)
-        client(request(schema))
-        look = server.transport._next
-
-        def counted(now_s):
-            nonlocal looks
-            looks += 1
-            return look(now_s)
-
-        server.transport._next = counted
+    clock = Clock()
+    with TenantInferenceServer(policies, timeout_s=0.001, clock=clock) as server:
+        server.client("a", sample=False)(request(schema))
+        looks = clock.looks
         time.sleep(0.5)
-        assert looks < 20  # T passes 500 times
-        server.transport._next = look
+        assert clock.looks - looks < 20  # T passes 500 times
 
 
 # ------------------------------------------------------------------------------------------- heads that act together
@@ -938,7 +936,7 @@ def stacked(monkeypatch) -> list[str]:
         return act(self, features, state, noise)
 
     monkeypatch.setattr(ChunkMLPHead, "act", counted)
-    monkeypatch.setattr(inference, "MIN_STACK", 2)
+    monkeypatch.setattr("nexus_lightning.inference.server.MIN_STACK", 2)
     return acted
 
 
@@ -997,7 +995,7 @@ def test_other_architectures_rows_and_modes_act_alone(stacked):
 
 
 def test_few_heads_act_alone(stacked, monkeypatch):
-    monkeypatch.setattr(inference, "MIN_STACK", 3)
+    monkeypatch.setattr("nexus_lightning.inference.server.MIN_STACK", 3)
     policies, _, schema = mlp_policies({"a": {}, "b": {}, "c": {}})
     answers_of(policies, [(t, request(schema), False) for t in "ab"])
     assert stacked == ["alone"] * 2
@@ -1021,7 +1019,7 @@ def test_a_stack_follows_the_versions_and_only_few_are_kept(stacked):
             torch.testing.assert_close(chunks[1], before[1] + 1.0)
         before = chunks
     server.shutdown()
-    assert stacked == ["vmap"] * 9 and len(server._stacks) <= inference.MAX_STACKS
+    assert stacked == ["vmap"] * 9 and len(server._stacks) <= MAX_STACKS
 
 
 def test_a_head_that_breaks_the_others_stack_fails_alone(stacked, monkeypatch):
@@ -1040,7 +1038,7 @@ def test_a_head_that_breaks_the_others_stack_fails_alone(stacked, monkeypatch):
     def refuses(self, *arguments):
         raise RuntimeError("vmap: data-dependent control flow")
 
-    monkeypatch.setattr(inference._Stack, "__call__", refuses)
+    monkeypatch.setattr(Stack, "__call__", refuses)
     policies.publish("b", 2, heads["a"], Normalizer(schema), schema)
     assert len(answers_of(policies, [(t, request(schema), False) for t in "abc"])) == 3
     assert stacked == ["alone"] * 3
@@ -1050,7 +1048,7 @@ def test_a_head_that_breaks_the_others_stack_fails_alone(stacked, monkeypatch):
 
 
 def test_histogram_bins_are_fixed_and_quantiles_are_right_to_five_percent():
-    histogram = inference.Histogram()
+    histogram = Histogram()
     assert histogram.quantile(0.5) is None and histogram.bins() == []
     values = [10 ** (i / 100) for i in range(-400, 250)]
     for value in values:
@@ -1061,7 +1059,7 @@ def test_histogram_bins_are_fixed_and_quantiles_are_right_to_five_percent():
     for outside in (0.0, 1e-9, 1e9):
         histogram.add(outside)
     assert histogram.n == len(values) + 3 == sum(n for _, n in histogram.bins())
-    assert len(histogram.counts) == inference.Histogram.BINS
+    assert len(histogram.counts) == Histogram.BINS
 
 
 def test_figures_per_tenant(policies):

@@ -21,10 +21,12 @@ from nexus_lightning.checkpoint import read_payload, resolve_payload
 from nexus_lightning.config import ConfigError, InferenceQueueConfig, validate
 from nexus_lightning.environment import SimulatorDied, SimulatorEnv, SimulatorError
 from nexus_lightning.features.reuse import blank_observation
+from nexus_lightning.inference.policies import ServedPolicies
+from nexus_lightning.inference.replicas import InferenceReplica
+from nexus_lightning.inference.requests import Ask, Session
+from nexus_lightning.inference.server import TenantInferenceServer
 from nexus_lightning.placement.cluster import connected
 from nexus_lightning.placement.plan import resolve
-from nexus_lightning.queues.inference import ServedPolicies, TenantInferenceServer, _Ask, _Session
-from nexus_lightning.queues.replicas import InferenceReplica
 from nexus_lightning.runtime import Runtime
 from nexus_lightning.schema import Normalizer, TenantSchema
 from nexus_lightning.simulator import RaySimulator
@@ -271,7 +273,7 @@ def test_a_replica_answers_with_the_same_bits_once_it_was_given_the_version(serv
     given = request["observation"], request.get("language_instruction")
 
     def ask(version, digest=None):
-        asked = _Ask(_Session(group), "a", version, "act", 1, *given, noise=None, keep_features=False)
+        asked = Ask(Session(group), "a", version, "act", 1, *given, noise=None, keep_features=False)
         return asyncio.run(replica.act("session", group, digest or weights[version][0], asked))
 
     def give(version, digest=None):

@@ -4,20 +4,20 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from nexus_lightning.queues.inference import _Transport
+from nexus_lightning.inference.transport import Transport
 from nexus_lightning.trainer import train
 
 
 def test_rollouts_and_evaluations_rest_when_they_end(compose, monkeypatch):
     rested = []
 
-    class Watched(_Transport):
+    class Watched(Transport):
         def rest(self, session):
             super().rest(session)
             rested.append(session)
-            assert session not in self._away and session.answered_s is None, "it would be waited for"
+            assert session not in self.expected and session.answered_s is None, "it would be waited for"
 
-    monkeypatch.setattr("nexus_lightning.queues.inference._Transport", Watched)
+    monkeypatch.setattr("nexus_lightning.inference.server.Transport", Watched)
     config = compose("+tenants=[toy]", "trainer.enable_progress_bar=false")
     config.backbone = {"_target_": "fakes.FakeBackbone"}
     tenant = config.tenants["toy"]

@@ -49,6 +49,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from nexus_lightning.backbone import VLAFeature
+from nexus_lightning.files import fsync_folder, rename_folder
 
 _logger = logging.getLogger(__name__)
 
@@ -504,16 +505,12 @@ class FeatureStore:
         temporary = self._temporary()
         try:
             yield temporary
-            for folder, _, names in os.walk(temporary):
-                for name in names:
-                    _fsync(Path(folder, name))
-                _fsync(Path(folder))
+            fsync_folder(temporary)
             try:
-                os.rename(temporary, target)
+                rename_folder(temporary, target)
             except OSError as error:
                 if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
                     raise
-            _fsync(target.parent)
         finally:
             shutil.rmtree(temporary, ignore_errors=True)
 
@@ -774,14 +771,6 @@ def _size(shard: Path) -> int:
 def _write_file(path: Path, data: bytes | memoryview) -> None:
     with open(path, "r+b" if path.exists() else "wb") as file:
         file.write(data)
-
-
-def _fsync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _remove_dead_temporaries(folder: Path) -> None:

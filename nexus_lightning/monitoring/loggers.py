@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import csv
 import importlib.util
+import io
 import os
 import secrets
 import threading
@@ -19,6 +20,8 @@ from lightning.fabric.utilities.rank_zero import rank_zero_only
 from lightning.pytorch.loggers import CSVLogger, Logger, WandbLogger
 from lightning.pytorch.loggers.csv_logs import ExperimentWriter
 from lightning_utilities.core.rank_zero import rank_zero_warn
+
+from nexus_lightning.files import write_atomically
 
 if TYPE_CHECKING:
     from wandb import Run
@@ -119,7 +122,7 @@ class _AppendingWriter(ExperimentWriter):
         text = path.read_bytes()
         if not text.endswith(b"\n"):
             # The run was killed inside a write: the torn last row would swallow the next one.
-            _replace(path, text[: text.rfind(b"\n") + 1])
+            write_atomically(path, text[: text.rfind(b"\n") + 1])
         if path.stat().st_size == 0:
             path.unlink()
             return
@@ -146,18 +149,11 @@ class _AppendingWriter(ExperimentWriter):
         path = Path(self.metrics_file_path)
         with path.open(newline="") as file:
             rows = list(csv.DictReader(file))
-        temporary = path.with_suffix(".csv.tmp")
-        with temporary.open("w", newline="") as file:
-            writer = csv.DictWriter(file, fieldnames=fieldnames)
-            writer.writeheader()
-            writer.writerows(rows)
-        temporary.replace(path)
-
-
-def _replace(path: Path, content: bytes) -> None:
-    temporary = path.with_suffix(path.suffix + ".tmp")
-    temporary.write_bytes(content)
-    temporary.replace(path)
+        text = io.StringIO(newline="")
+        writer = csv.DictWriter(text, fieldnames=fieldnames)
+        writer.writeheader()
+        writer.writerows(rows)
+        write_atomically(path, text.getvalue())
 
 
 class TenantWandbLogger(WandbLogger):
@@ -209,7 +205,7 @@ def _start_wandb(cfg_logger: dict, run_dir: Path, run_name: str, config: dict) -
     run.config.update(config, allow_val_change=True)
     if mode == "disabled":
         return run
-    _replace(id_file, f"{run.id}\n".encode())
+    write_atomically(id_file, f"{run.id}\n")
     begun = f"resumes run {run.id}" if previous == run.id else f"starts run {run.id}"
     upload = f"; upload it with: wandb sync {run_dir / 'wandb'}/*-{run.id}" if mode == "offline" else f": {run.url}"
     print(f"W&B ({mode}) {begun}{upload}", flush=True)

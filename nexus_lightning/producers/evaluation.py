@@ -15,9 +15,11 @@ import torch
 from tensordict.nn import TensorDictModuleBase
 
 from nexus_lightning.environment import SimulatorEnv
+from nexus_lightning.inference.client import TenantPolicyClient
+from nexus_lightning.inference.policies import ServedPolicies
+from nexus_lightning.inference.server import TenantInferenceServer
 from nexus_lightning.monitoring.stats import wilson_interval
 from nexus_lightning.producers.base import Producer
-from nexus_lightning.queues.inference import ServedPolicies, TenantInferenceServer, TenantPolicyClient
 from nexus_lightning.schema import TenantSchema
 from nexus_lightning.simulator import SimulatorDied
 

@@ -10,9 +10,9 @@ from typing import Any, cast
 from torchrl.collectors.distributed import RayCollector
 
 from nexus_lightning.environment import SimulatorEnv
+from nexus_lightning.inference.replicas import PolicyService, Replicas, Weights
 from nexus_lightning.producers.evaluation import Episode, Evaluated
 from nexus_lightning.producers.rollouts import Rollout, TenantCollector
-from nexus_lightning.queues.replicas import PolicyService, Replicas, Weights
 
 
 class ActorCollector(TenantCollector):

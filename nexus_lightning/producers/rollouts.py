@@ -15,6 +15,9 @@ from nexus_lightning.backbone import VLAFeature, concatenate_features
 from nexus_lightning.config import AlgorithmConfig
 from nexus_lightning.environment import SimulatorEnv
 from nexus_lightning.features.reuse import PassCounter, in_row_order
+from nexus_lightning.inference.client import TenantPolicyClient
+from nexus_lightning.inference.policies import ServedPolicies
+from nexus_lightning.inference.server import TenantInferenceServer
 from nexus_lightning.objectives.policy_gradient import (
     EXECUTED,
     LOG_PROBS,
@@ -28,7 +31,6 @@ from nexus_lightning.placement.shares import Share
 from nexus_lightning.producers.base import Producer
 from nexus_lightning.producers.demonstrations import DemonstrationReader
 from nexus_lightning.producers.evaluation import Episode, Evaluated, Evaluator, run_episodes
-from nexus_lightning.queues.inference import ServedPolicies, TenantInferenceServer, TenantPolicyClient
 from nexus_lightning.queues.jobs import Job, JobState, Scheduler
 from nexus_lightning.queues.training import TrainingQueue
 from nexus_lightning.simulator import SimulatorDied

@@ -1,1 +1,1 @@
-"""The queues: training jobs (control plane), training partitions (data plane), inference requests."""
+"""The queues: training jobs (control plane), training partitions (data plane)."""

@@ -32,9 +32,9 @@ from tensordict import TensorDict
 from nexus_lightning.checkpoint import Payload, PayloadError, read_payload
 from nexus_lightning.config import EnvironmentConfig, SchemaConfig
 from nexus_lightning.environment import SimulatorEnv, make_env
+from nexus_lightning.inference.client import TenantPolicyClient
 from nexus_lightning.module import MultiTenantModule
 from nexus_lightning.producers.evaluation import Episode, list_episodes
-from nexus_lightning.queues.inference import TenantPolicyClient
 from nexus_lightning.queues.jobs import IllegalTransition, Job, JobState, LeaseLost
 from nexus_lightning.queues.training import BatchMeta
 from nexus_lightning.runtime import Runtime

@@ -46,11 +46,11 @@ from nexus_lightning.config import (
 )
 from nexus_lightning.environment import make_env
 from nexus_lightning.features.reuse import PassCounter
+from nexus_lightning.inference.client import TenantPolicyClient
 from nexus_lightning.memory import Admission, free_bytes, head_memory, keep_freed_memory
 from nexus_lightning.module import MultiTenantModule
 from nexus_lightning.producers.demonstrations import DemonstrationReader, dataset_stats, open_dataset
 from nexus_lightning.producers.evaluation import evaluate_policy, list_episodes, result_dict, summarise
-from nexus_lightning.queues.inference import TenantPolicyClient
 from nexus_lightning.queues.training import BatchMeta
 from nexus_lightning.runtime import RunEnded, Runtime
 from nexus_lightning.services.batches import observation_of, to_arrays

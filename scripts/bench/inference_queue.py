@@ -37,8 +37,10 @@ from tqdm import tqdm
 
 from nexus_lightning.backbone import Backbone
 from nexus_lightning.checks import random_observation
+from nexus_lightning.inference.client import TenantPolicyClient
+from nexus_lightning.inference.policies import ServedPolicies
+from nexus_lightning.inference.server import TenantInferenceServer
 from nexus_lightning.monitoring.banner import text_table
-from nexus_lightning.queues.inference import ServedPolicies, TenantInferenceServer, TenantPolicyClient
 from nexus_lightning.schema import TenantSchema
 from scripts.bench.common import Spread, build_tenant, instructions, load_backbone, parser, prepare, report, synchronize
 

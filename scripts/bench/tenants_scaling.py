@@ -39,12 +39,12 @@ from tqdm import tqdm
 
 from nexus_lightning.backbone import Backbone
 from nexus_lightning.checkpoint import write_payload
+from nexus_lightning.inference.policies import ServedPolicies
 from nexus_lightning.loop import Lease, LeaseGroup
 from nexus_lightning.memory import module_bytes
 from nexus_lightning.module import MultiTenantModule
 from nexus_lightning.monitoring.banner import text_table
 from nexus_lightning.placement.control import Ranks
-from nexus_lightning.queues.inference import ServedPolicies
 from nexus_lightning.queues.jobs import Job
 from nexus_lightning.queues.training import BatchMeta
 from nexus_lightning.schema import TenantSchema

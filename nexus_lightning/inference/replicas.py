@@ -9,7 +9,7 @@
     RolloutProducer ── index, version ──────►  TenantCollector: TorchRL collector in an actor (RayCollector), simulators
        ◄────────────── partition ────────────
 
-A replica is a :class:`~nexus_lightning.queues.inference.TenantInferenceServer` behind an actor: observations of many
+A replica is a :class:`~nexus_lightning.inference.server.TenantInferenceServer` behind an actor: observations of many
 tenants share its backbone calls as they do in this process. A request names tenant, version and digest. A replica that
 lacks that version says so, is given it and asked again; so nothing has to be announced, and a replica that was started
 anew fills up by itself. A client keeps to one replica; when that is lost it asks the next one. Noise travels with the
@@ -39,20 +39,13 @@ from tensordict import TensorDictBase
 from torch import nn
 
 from nexus_lightning.backbone import Backbone, FeatureSpec
-from nexus_lightning.checkpoint import tensors_digest
 from nexus_lightning.config import InferenceQueueConfig, NexusConfig
 from nexus_lightning.head import ActionHead
+from nexus_lightning.inference.client import TenantPolicyClient
+from nexus_lightning.inference.policies import Served, ServedPolicies, TenantPolicies, head_digest
+from nexus_lightning.inference.requests import Ask, Session
+from nexus_lightning.inference.server import TenantInferenceServer
 from nexus_lightning.memory import keep_freed_memory
-from nexus_lightning.queues.inference import (
-    Served,
-    ServedPolicies,
-    TenantInferenceServer,
-    TenantPolicyClient,
-    _Ask,
-    _Session,
-    _state,
-    _TenantPolicies,
-)
 from nexus_lightning.schema import Normalizer, TenantSchema
 from nexus_lightning.tenant import TenantSlot, TenantSpec, build_head
 
@@ -101,7 +94,7 @@ class ReplicaPolicies(ServedPolicies):
         Raises:
             RuntimeError: the head is not the one that ``digest`` was taken of.
         """
-        given = tensors_digest(_state(head))
+        given = head_digest(head)
         if given != digest:
             raise RuntimeError(
                 f"tenant {tenant!r}: version {version} arrived at a replica with digest {given[:12]} instead of "
@@ -109,7 +102,7 @@ class ReplicaPolicies(ServedPolicies):
             )
         served = Served(tenant, version, head, normalizer, schema, digest, unchanged=False, pins=1)
         with self._lock:
-            policies = self._tenants.setdefault(tenant, _TenantPolicies())
+            policies = self._tenants.setdefault(tenant, TenantPolicies())
             policies.versions[version] = served
             policies.latest = max(policies.latest, version)
             self._used[tenant, version] = None
@@ -172,12 +165,12 @@ class InferenceReplica:
         self._server.start()
         self._templates: dict[str, ActionHead] = {}
         self._building = threading.Lock()
-        self._sessions: dict[str, _Session] = {}
+        self._sessions: dict[str, Session] = {}
 
     async def ready(self) -> None:
         """Answers once the replica is built."""
 
-    async def act(self, session: str, group: tuple[str, int], digest: str, ask: _Ask) -> tuple[Any, Any] | None:
+    async def act(self, session: str, group: tuple[str, int], digest: str, ask: Ask) -> tuple[Any, Any] | None:
         """The answer and the tenant and version that gave it; None when this version was not given yet."""
         assert ask.version is not None, "the latest version is known in the run's own process only"
         try:
@@ -190,7 +183,7 @@ class InferenceReplica:
                     f"tenant {ask.tenant!r}: version {ask.version} has digest {served.digest[:12]} on a replica, "
                     f"{digest[:12]} was asked for"
                 )
-            known = self._sessions.setdefault(session, _Session(group))
+            known = self._sessions.setdefault(session, Session(group))
             ticket = self._server.transport.submit(replace(ask, session=known))
             return await asyncio.wrap_future(ticket), ticket.answered_by
         finally:
@@ -264,14 +257,14 @@ class Replicas:
         self.transport = self.policies = self
         self.weights: Weights | None = None
         self._place = 0
-        self._sessions: dict[_Session, str] = {}
+        self._sessions: dict[Session, str] = {}
 
     def client(
         self, tenant: str, *, sample: bool, version: int | None = None, generator: torch.Generator | None = None
     ) -> TenantPolicyClient:
         """As :meth:`TenantInferenceServer.client`."""
         return TenantPolicyClient(
-            cast(Any, self), tenant, sample=sample, version=version, generator=generator, timeout_s=ANSWER_TIMEOUT_S
+            self, tenant, sample=sample, version=version, generator=generator, timeout_s=ANSWER_TIMEOUT_S
         )
 
     def hold(self, weights: Weights) -> None:
@@ -287,14 +280,14 @@ class Replicas:
 
     # of the transport
 
-    def submit(self, ask: _Ask) -> RemoteTicket:
+    def submit(self, ask: Ask) -> RemoteTicket:
         weights = self.weights
         assert weights is not None and (weights.tenant, weights.version) == (ask.tenant, ask.version)
         session = self._sessions.setdefault(ask.session, uuid.uuid4().hex)
         group = ask.session.group
         return RemoteTicket(self, weights, (session, group, weights.digest, replace(ask, session=cast(Any, None))))
 
-    def rest(self, session: _Session) -> None:
+    def rest(self, session: Session) -> None:
         known = self._sessions.pop(session, None)
         if known is not None:
             self.actor.rest.remote(known)
