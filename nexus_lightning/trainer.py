@@ -436,6 +436,7 @@ def record_dataset(name: str, tenant: TenantConfig, data_dir: str) -> None:
         inline=tenant.environment.inline,
         random_share=dataset.record.random_share,
         keep_failures=dataset.record.keep_failures,
+        tenant=name,
     )
 
 

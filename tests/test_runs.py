@@ -11,11 +11,13 @@ import time
 from dataclasses import asdict, replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from fakes import FakeBackbone
 from fsspec import AbstractFileSystem
 
+from envs.toy import ToySimulator
 from models.heads.mlp import ChunkMLPHead
 from nexus_lightning import checkpoint
 from nexus_lightning.checkpoint import read_payload, resolve_payload, tensors_digest
@@ -87,6 +89,61 @@ def test_alone_equals_beside_a_tenant_whose_loss_is_nan(toy):
     assert a["tenants"]["toy_sft"]["quarantined"] is None and a["tenants"]["toy_sft"]["jobs_completed"] == 6
     assert state_of(a["run_dir"], "toy_sft") == state_of(b["run_dir"], "toy_sft")
     assert "NonFiniteLoss" in (Path(a["run_dir"]) / "errors" / "broken.txt").read_text()
+
+
+class LateToy(ToySimulator):
+    """FAKE. From its third step on (the expert needs two) it gives one wrong value, see ``wrong``."""
+
+    def __init__(self, wrong, **arguments):
+        super().__init__(**arguments)
+        self.wrong = wrong
+
+    def step(self, action):
+        result = super().step(action)
+        if self._steps > 2 and self.wrong == "reward":
+            result.reward = float("nan")
+        return result
+
+    def observe(self):
+        seen = super().observe()
+        if self._steps > 2 and self.wrong == "state":
+            seen["state"] = seen["state"][:1]
+        if self._steps > 2 and self.wrong == "image":
+            seen["image"] = {"camera": seen["image"]["camera"] / np.float32(255)}
+        return seen
+
+
+def test_a_simulator_that_breaks_its_contract_costs_its_own_tenant_only(toy):
+    """In rollouts, and in the evaluations of tenants that learn from data."""
+    config = toy(
+        "+tenants=[toy_sft]",
+        "+tenant@tenants.watched=toy_sft",
+        "+tenant@tenants.offline=toy_offline",
+        "+tenant@tenants.rolled=toy",
+    )
+    config.tenants["offline"].dataset.record.random_share = 0.0  # else it breaks while it is recorded
+    wrong = {"watched": "reward", "offline": "state", "rolled": "image"}
+    for name, what in wrong.items():
+        simulator = config.tenants[name].environment.simulator
+        config.tenants[name].environment.simulator = {
+            **simulator,
+            "_target_": f"{__name__}.LateToy",
+            "wrong": what,
+        }
+    summary = train(config)
+    tenants = json.loads((Path(summary["run_dir"]) / "summary.json").read_text())["tenants"]
+    assert tenants["toy_sft"]["quarantined"] is None and tenants["toy_sft"]["jobs_completed"] == 6
+    assert tenants["toy_sft"]["eval"]["n"] == 4
+    says = {
+        "watched": "reward: nan: expected one finite number",
+        "offline": "state_dim=4: the simulator gives float32 (1,), expected float32 (4,)",
+        "rolled": "image_size=32: 'camera' is float32 (3, 32, 32), expected uint8 (3, 32, 32)",
+    }
+    for name, words in says.items():
+        reason = tenants[name]["quarantined"]
+        assert f"tenant '{name}': simulator 0 ({__name__}.LateToy) broke its contract: {words}" in reason
+        assert tenants[name]["eval"] is None
+    assert tenants["watched"]["jobs_completed"] == 6, "it was evaluated after its training"
 
 
 def test_an_averaged_head_is_what_is_served_and_it_resumes(toy):
