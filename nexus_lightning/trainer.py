@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -56,6 +56,7 @@ from nexus_lightning.placement.strategies import TenantFSDP2, make_strategy
 from nexus_lightning.producers.demonstrations import dataset_stats, open_dataset
 from nexus_lightning.runtime import Runtime
 from nexus_lightning.schema import TenantSchema
+from nexus_lightning.simulator import SimulatorDied, SimulatorError
 from nexus_lightning.tenant import TenantSlot, TenantSpec, build_slot
 
 LAST_CHECKPOINT = Path("checkpoints") / "last.ckpt"
@@ -323,6 +324,7 @@ def _run(
     config: NexusConfig, backbone: Backbone | None, link_latest: bool, ranks: Ranks, devices: Devices
 ) -> dict[str, Any]:
     run_dir, ckpt_path = ranks.on_first(lambda: prepare_run(config, link_latest))
+    failed = ranks.on_first(lambda: record_datasets(config))
     if config.placement.torch_threads is not None:
         torch.set_num_threads(config.placement.torch_threads)
     keep_freed_memory()
@@ -334,10 +336,12 @@ def _run(
     if ranks.first:
         (run_dir / "placement.json").write_text(json.dumps({**plan.to_dict(), "signature": plan.signature}, indent=2))
     payloads = starting_payloads(config, backbone, ranks)
-    slots, datasets = build_slots(config, backbone, payloads)
+    slots, datasets = build_slots(config, backbone, payloads, without_data=failed)
     for slot in slots.values():  # built from seeds and files, alike on every rank; this makes sure of it
         ranks.spread(slot.tensors().values())
     runtime = Runtime(config, backbone, slots, run_dir, datasets, ranks)
+    for name, reason in failed.items():
+        runtime.take_out(name, reason, "")
     loggers = make_loggers(config.logger, run_dir, config.run_name or run_dir.name, asdict(config))
     exit_code = 1
     try:
@@ -359,14 +363,13 @@ def _run(
 
 
 def prepare_run(config: NexusConfig, link_latest: bool) -> tuple[Path, Path | None]:
-    """Make the run folder and record the demonstrations that are not there yet; see :func:`resolve_run`."""
+    """Make the run folder; see :func:`resolve_run`."""
     run_dir, ckpt_path = resolve_run(config)
     run_dir.mkdir(parents=True, exist_ok=True)
     (run_dir / LAST_CHECKPOINT).parent.mkdir(exist_ok=True)
     if link_latest:
         _link_latest(Path(config.output_dir), run_dir)
     (run_dir / "config.yaml").write_text(yaml.safe_dump(asdict(config), sort_keys=False))
-    record_datasets(config)
     return run_dir, ckpt_path
 
 
@@ -408,10 +411,19 @@ def _link_latest(output: Path, run_dir: Path) -> None:
     temporary.replace(link)
 
 
-def record_datasets(config: NexusConfig) -> None:
-    """Record the demonstrations that tenants (and starting recipes) need and that are not there yet."""
+def record_datasets(config: NexusConfig) -> dict[str, str]:
+    """Record the demonstrations that tenants need and that are not there yet.
+
+    Returns:
+        The tenants whose simulator failed in it, and why: the others do not wait for them.
+    """
+    failed = {}
     for name, tenant in config.tenants.items():
-        record_dataset(name, tenant, config.data_dir)
+        try:
+            record_dataset(name, tenant, config.data_dir)
+        except (SimulatorError, SimulatorDied) as error:
+            failed[name] = f"{type(error).__name__}: {error}"
+    return failed
 
 
 def record_dataset(name: str, tenant: TenantConfig, data_dir: str) -> None:
@@ -489,15 +501,17 @@ def prepare_payload(
 
 
 def build_slots(
-    config: NexusConfig, backbone: Backbone, payloads: dict[str, Path]
+    config: NexusConfig, backbone: Backbone, payloads: dict[str, Path], without_data: Collection[str] = ()
 ) -> tuple[dict[str, TenantSlot], dict[str, Any]]:
-    """Every tenant's slot, in the order of the configuration, and the datasets opened for their statistics."""
+    """Every tenant's slot, in the order of the configuration, and the datasets opened for their statistics.
+
+    ``without_data``: tenants whose dataset is not there, and that will not train."""
     slots, datasets = {}, {}
     admission = Admission(free_bytes(backbone.device))
     for name, tenant in config.tenants.items():
         spec = TenantSpec.compile(name, tenant, config.seed)
         stats = (None, None)
-        if tenant.dataset is not None:
+        if tenant.dataset is not None and name not in without_data:
             datasets[name] = open_dataset(tenant.dataset, spec.schema, dataset_root(tenant, config.data_dir))
             stats = dataset_stats(datasets[name], tenant.dataset, spec.schema)
         slot = build_slot(spec, backbone, *stats)

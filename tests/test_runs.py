@@ -114,15 +114,16 @@ class LateToy(ToySimulator):
 
 
 def test_a_simulator_that_breaks_its_contract_costs_its_own_tenant_only(toy):
-    """In rollouts, and in the evaluations of tenants that learn from data."""
+    """In rollouts, in the evaluations of tenants that learn from data, and while these are recorded."""
     config = toy(
         "+tenants=[toy_sft]",
         "+tenant@tenants.watched=toy_sft",
         "+tenant@tenants.offline=toy_offline",
         "+tenant@tenants.rolled=toy",
+        "+tenant@tenants.recorded=toy_offline",
     )
     config.tenants["offline"].dataset.record.random_share = 0.0  # else it breaks while it is recorded
-    wrong = {"watched": "reward", "offline": "state", "rolled": "image"}
+    wrong = {"watched": "reward", "offline": "state", "rolled": "image", "recorded": "reward"}
     for name, what in wrong.items():
         simulator = config.tenants[name].environment.simulator
         config.tenants[name].environment.simulator = {
@@ -138,12 +139,15 @@ def test_a_simulator_that_breaks_its_contract_costs_its_own_tenant_only(toy):
         "watched": "reward: nan: expected one finite number",
         "offline": "state_dim=4: the simulator gives float32 (1,), expected float32 (4,)",
         "rolled": "image_size=32: 'camera' is float32 (3, 32, 32), expected uint8 (3, 32, 32)",
+        "recorded": "reward: nan: expected one finite number",
     }
     for name, words in says.items():
         reason = tenants[name]["quarantined"]
         assert f"tenant '{name}': simulator 0 ({__name__}.LateToy) broke its contract: {words}" in reason
         assert tenants[name]["eval"] is None
+        assert reason in (Path(summary["run_dir"]) / "errors" / f"{name}.txt").read_text()
     assert tenants["watched"]["jobs_completed"] == 6, "it was evaluated after its training"
+    assert tenants["recorded"]["jobs_completed"] == 0
 
 
 def test_an_averaged_head_is_what_is_served_and_it_resumes(toy):
