@@ -853,12 +853,14 @@ def _data_problems(
 
 def _episode_problems(key: str, dataset: DatasetConfig, root: Path) -> list[str]:
     """More episodes than the folder has, or than will be recorded into it."""
+    if dataset.episodes is None:
+        return []
     info, there = root / "meta" / "info.json", None
     if info.is_file():
         there = json.loads(info.read_text())["total_episodes"]
     elif dataset.record is not None:
         there = dataset.record.episodes
-    if there is None or dataset.episodes is None or dataset.episodes <= there:
+    if there is None or dataset.episodes <= there:
         return []
     return [
         f"{key}.dataset.episodes={dataset.episodes}: dataset {root} has {there}; ask for at most {there}, or null for "
