@@ -11,7 +11,7 @@ import numpy as np
 from gymnasium.envs.registration import load_env_creator
 from gymnasium.utils.seeding import np_random
 
-from nexus_lightning.simulator import Simulator, StepResult
+from nexus_lightning.simulator import ContractError, Simulator, StepResult, as_flag, as_number, check_frame
 
 #: ``info`` keys that tell success in the wild; the first one that is there counts.
 SUCCESS_KEYS = ("is_success", "success")
@@ -112,18 +112,22 @@ class GymnasiumSimulator(Simulator):
         self._observation, reward, terminated, truncated, info = self.env.step(
             native.reshape(space.shape).astype(space.dtype)
         )
-        reward, terminated = float(reward), bool(terminated)
-        truncated = bool(truncated) and not terminated
+        reward, terminated = as_number("reward", reward), as_flag("terminated", terminated)
+        truncated = as_flag("truncated", truncated) and not terminated
         success = self._succeeded(info, reward, terminated, terminated or truncated)
         return StepResult(reward + self.success_bonus * success, success, terminated, truncated)
 
     def observe(self) -> dict[str, Any]:
         parts = self._observation if isinstance(self._observation, Mapping) else {PLAIN: self._observation}
         images = {
-            camera: self._fitted(parts[self.image_keys[camera]] if camera in self.image_keys else self.render_frame())
+            camera: self._fitted(
+                self._part(parts, self.image_keys[camera])
+                if camera in self.image_keys
+                else check_frame(self.render_frame())
+            )
             for camera in self.cameras
         }
-        state = [np.asarray(parts[key], np.float64).reshape(-1) for key in self.state_keys]
+        state = [np.asarray(self._part(parts, key), np.float64).reshape(-1) for key in self.state_keys]
         flat = (np.concatenate(state) - self._state_offset) / self._state_scale if state else np.zeros(1)
         return {"image": images, "state": flat.astype(np.float32), "instruction": self.instruction}
 
@@ -179,6 +183,7 @@ class GymnasiumSimulator(Simulator):
     def _read_observation_space(self, state_keys: Sequence[str] | None, scale_state: bool) -> None:
         space = self.env.observation_space
         spaces = dict(space.spaces) if isinstance(space, gymnasium.spaces.Dict) else {PLAIN: space}
+        self._spaces: dict[str, Any] = spaces
         say = f"id={self.id!r}: "
         if state_keys is None:
             if PLAIN not in spaces or _is_image(spaces[PLAIN]):
@@ -218,12 +223,21 @@ class GymnasiumSimulator(Simulator):
     def _succeeded(self, info: Mapping[str, Any], reward: float, terminated: bool, ended: bool) -> bool:
         for key in SUCCESS_KEYS if self.success_key is None else (self.success_key,):
             if key in info:
-                return bool(info[key])
+                return as_flag(f"info[{key!r}]", info[key])
         if self.success_key is None:
             return terminated and reward > self.success_reward
         if ended:
             raise ValueError(f"id={self.id!r}: success_key={self.success_key!r} is not in info, which has {list(info)}")
         return False
+
+    def _part(self, parts: Mapping[str, Any], key: str) -> np.ndarray:
+        """One array of the observation, of the shape that its space promises (and its dtype, for an image)."""
+        space = self._spaces[key]
+        found = np.asarray(parts[key]) if key in parts else None
+        if found is None or found.shape != space.shape or (_is_image(space) and found.dtype != np.uint8):
+            came = "nothing" if found is None else f"{found.dtype} {found.shape}"
+            raise ContractError(f"observation {key!r}: {came}: expected {space.dtype} {space.shape}")
+        return found
 
     def _fitted(self, image: np.ndarray) -> np.ndarray:
         """uint8 ``[H, W, 3]`` -> ``[3, image_size, image_size]``, averaged where it gets smaller."""

@@ -12,7 +12,15 @@ import numpy as np
 from transforms3d.euler import euler2quat
 from transforms3d.quaternions import qmult
 
-from nexus_lightning.simulator import Simulator, StepResult, Suite, dim_problems, privileged_problems
+from nexus_lightning.simulator import (
+    Simulator,
+    StepResult,
+    Suite,
+    as_flag,
+    as_number,
+    dim_problems,
+    privileged_problems,
+)
 
 if TYPE_CHECKING:  # its import takes torch along, which a worker does not need
     from nexus_lightning.schema import TenantSchema
@@ -183,9 +191,10 @@ class ManiSkillSimulator(Simulator):
     def step(self, action: np.ndarray) -> StepResult:
         _, reward, terminated, _, info = self.env.step(action)
         self._steps += 1
-        success, terminated = bool(info["success"]), bool(terminated)
+        success = as_flag("info['success']", info["success"].item())
+        terminated = as_flag("terminated", terminated.item())
         return StepResult(
-            float(reward) + self.success_bonus * success,
+            as_number("reward", reward.item()) + self.success_bonus * success,
             success,
             terminated,
             not terminated and self._steps >= self.horizon,

@@ -83,12 +83,12 @@ class BatchedManiSkill(BatchedSimulator):
     def step(self, actions: np.ndarray) -> BatchedSteps:
         _, reward, terminated, _, info = self.env.step(actions)
         self._steps += 1
-        success, ended = to_numpy(info["success"]).astype(bool), to_numpy(terminated).astype(bool)
+        success, ended = to_numpy(info["success"]), to_numpy(terminated)
         return BatchedSteps(
             reward=to_numpy(reward).astype(np.float32) + self.success_bonus * success,
             success=success,
             terminated=ended,
-            truncated=~ended & (self._steps >= self.horizon),
+            truncated=np.logical_not(ended) & (self._steps >= self.horizon),
         )
 
     @inference_mode

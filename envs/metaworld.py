@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import numpy as np
 
-from nexus_lightning.simulator import Simulator, StepResult, Suite, dim_problems, privileged_problems
+from nexus_lightning.simulator import Simulator, StepResult, Suite, as_flag, dim_problems, privileged_problems
 
 if TYPE_CHECKING:  # its import takes torch along, which a worker does not need
     from nexus_lightning.schema import TenantSchema
@@ -129,7 +129,7 @@ class MetaWorldSimulator(Simulator):
     def step(self, action: np.ndarray) -> StepResult:
         self.raw_observation, _, _, _, info = self.env.step(np.asarray(action, np.float32))
         self._steps += 1
-        success = bool(info["success"])
+        success = as_flag("info['success']", info["success"])
         return StepResult(float(success), success, success, not success and self._steps >= self.horizon)
 
     def observe(self) -> dict[str, Any]:

@@ -8,7 +8,7 @@ import http.client
 import os
 import time
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, cast
 from urllib.parse import urlsplit
 
 import numpy as np
@@ -23,7 +23,7 @@ from nexus_lightning.services.errors import (
     RateLimited,
     error_from_json,
 )
-from nexus_lightning.simulator import ChunkResult, Simulator, StepResult
+from nexus_lightning.simulator import ChunkResult, ContractError, Simulator, StepResult, check_chunk
 
 if TYPE_CHECKING:  # a worker process needs no torch
     from nexus_lightning.schema import TenantSchema
@@ -52,6 +52,8 @@ class RemoteSimulator(Simulator):
       this happens more than ``max_rebuilds`` times in one episode, :class:`EpisodeLost` is raised: an episode is never
       continued from another state.
     * The simulator raised: its traceback is raised here.
+    * The simulator broke its contract (see :class:`~nexus_lightning.simulator.Simulator`), or the server itself did:
+      a :class:`~nexus_lightning.simulator.ContractError`.
 
     Lists of tasks (``environment.tasks``) are names of environments of the server.
 
@@ -134,14 +136,19 @@ class RemoteSimulator(Simulator):
         actions = np.asarray(actions, np.float32)
         self._last = answer = self._insist(lambda: self._send(actions), rebuild=self._replay)
         self._history.append((actions.copy(), _digest(answer)))
-        rewards, meta = answer.arrays["rewards"], answer.meta
-        return ChunkResult(
+        rewards, meta = answer.arrays.get("rewards"), answer.meta
+        if rewards is None or rewards.ndim != 1 or not 1 <= len(rewards) <= len(actions):
+            came = "none" if rewards is None else f"{rewards.dtype} {rewards.shape}"
+            raise ContractError(
+                f"{self.url}: rewards: {came}: expected one for each executed of {len(actions)} actions"
+            )
+        result = ChunkResult(
             reward=float(sum(float(reward) for reward in rewards)),
-            success=bool(meta["success"]),
-            terminated=bool(meta["terminated"]),
-            truncated=bool(meta["truncated"]),
+            **{name: cast(bool, meta.get(name)) for name in ("success", "terminated", "truncated")},
             executed=np.arange(len(actions)) < len(rewards),
         )
+        check_chunk(result, len(actions))
+        return result
 
     def step(self, action: np.ndarray) -> StepResult:
         result = self.execute(np.asarray(action)[None])
@@ -150,7 +157,7 @@ class RemoteSimulator(Simulator):
     def observe(self) -> dict[str, Any]:
         arrays = self._last.arrays
         images = {name.removeprefix("image/"): image for name, image in arrays.items() if name.startswith("image/")}
-        return {"image": images, "state": arrays["state"], "instruction": self._last.meta["instruction"]}
+        return {"image": images, "state": arrays.get("state"), "instruction": self._last.meta.get("instruction")}
 
     def close(self) -> None:
         if self._session is not None:
@@ -225,6 +232,8 @@ class RemoteSimulator(Simulator):
                 if response.status == 200:
                     return answer
                 error = error_from_json(answer.meta, response.status)
+                if answer.meta.get("error", {}).get("type") == "simulator_contract":
+                    raise ContractError(f"{self.url}: {error.message}")
                 if not isinstance(error, NotReady | RateLimited):
                     raise error
             except (OSError, http.client.HTTPException) as broken:

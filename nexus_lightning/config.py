@@ -123,7 +123,7 @@ class DatasetConfig:
     repo_id: str = MISSING
     root: str | None = None  # local folder; null: the hub cache, or <data_dir>/demos/... when `record` is set
     record: RecordConfig | None = None
-    episodes: int | None = None  # use only the first n episodes
+    episodes: int | None = None  # only the first n, whose statistics then normalise
     camera_keys: dict[str, str] = field(default_factory=dict)  # schema camera -> dataset key, where they differ
     conventions: DatasetConventions = field(default_factory=DatasetConventions)  # where they differ from the schema's
     batch_size: int = 64  # samples per optimizer step
@@ -840,6 +840,7 @@ def _data_problems(
     root = dataset_root(tenant, config.data_dir)
     if root is None:
         return problems
+    problems += _episode_problems(key, dataset, root)
     if (root / "meta" / "info.json").is_file():
         problems += _dataset_problems(key, tenant, schema, root)
     elif dataset.record is None:
@@ -848,6 +849,23 @@ def _data_problems(
             f"or set {key}.dataset.record, or leave root empty to use the hub name {dataset.repo_id}"
         )
     return problems
+
+
+def _episode_problems(key: str, dataset: DatasetConfig, root: Path) -> list[str]:
+    """More episodes than the folder has, or than will be recorded into it."""
+    if dataset.episodes is None:
+        return []
+    info, there = root / "meta" / "info.json", None
+    if info.is_file():
+        there = json.loads(info.read_text())["total_episodes"]
+    elif dataset.record is not None:
+        there = dataset.record.episodes
+    if there is None or dataset.episodes <= there:
+        return []
+    return [
+        f"{key}.dataset.episodes={dataset.episodes}: dataset {root} has {there}; ask for at most {there}, or null for "
+        "all of them"
+    ]
 
 
 def _offline_problems(key: str, algorithm: AlgorithmConfig | None) -> list[str]:

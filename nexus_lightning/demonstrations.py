@@ -25,7 +25,15 @@ from typing import TYPE_CHECKING, Any, cast
 import numpy as np
 
 from nexus_lightning.files import made_once, put_in_place
-from nexus_lightning.simulator import SimulatorDied, SimulatorHost, SimulatorProcess
+from nexus_lightning.simulator import (
+    ContractError,
+    InlineSimulator,
+    SimulatorDied,
+    SimulatorHost,
+    SimulatorProcess,
+    View,
+    check_step,
+)
 
 if TYPE_CHECKING:
     from nexus_lightning.schema import TenantSchema
@@ -65,6 +73,7 @@ def record_demonstrations(
     episode_timeout_s: float = 300.0,
     random_share: float = 0.0,
     keep_failures: bool = False,
+    tenant: str = "",
 ) -> Path:
     """Records ``episodes`` episodes (successful ones, unless ``keep_failures``), or finds them already recorded.
 
@@ -89,12 +98,14 @@ def record_demonstrations(
         random_share: mixed quality: an action is ``(1 - w) * expert + w * random``, where ``random`` is uniform in
             [-1, 1] and each episode draws its ``w`` from 0 to ``random_share``.
         keep_failures: keep episodes that did not succeed, too.
+        tenant: name for messages, that of the folder by default.
 
     Returns:
         ``root``.
 
     Raises:
         ValueError: ``root`` holds something else (names what differs), or simulator and schema disagree.
+        ContractError: the simulator gave a step or an observation that it must not.
         RuntimeError: the expert fails too often.
         ImportError: LeRobot is not installed.
     """
@@ -112,12 +123,13 @@ def record_demonstrations(
         for left in root.parent.iterdir():  # by a recording that was killed
             if left.name.startswith(f"{root.name}.recording-"):
                 shutil.rmtree(left)
+        tenant = tenant or root.name
         count = 0 if inline else min(workers, episodes)
-        processes = [SimulatorProcess(record["simulator"], root.name, i, host=RecorderHost) for i in range(count)]
+        processes = [SimulatorProcess(record["simulator"], tenant, i, host=RecorderHost) for i in range(count)]
         temporary = root.with_name(f"{root.name}.recording-{os.getpid()}")
         try:
             if inline:
-                source = _inline_episodes(record["simulator"], how, episodes, first_seed, schema)
+                source = _inline_episodes(record["simulator"], tenant, how, episodes, first_seed, schema)
             else:
                 source = _episodes(processes, how, episodes, first_seed, schema, start_timeout_s, episode_timeout_s)
             kept, tried = _write(source, temporary, repo_id or f"local/{root.name}", episodes, schema, progress)
@@ -209,10 +221,15 @@ class RecorderHost(SimulatorHost):
             # copies: a simulator may hand out views of its buffers
             before.append(np.array(sim.get_state()) if replay else _copied(sim.observe()))
             action = np.asarray(action, dtype=np.float32)
+            if not np.isfinite(action).all():
+                raise ValueError(
+                    f"expert {expert}: action {len(actions)} of seed {seed} is not finite: {action.tolist()}"
+                )
             if random_share:
                 action = (1 - share) * action + share * generator.uniform(-1, 1, action.shape).astype(np.float32)
             actions.append(np.clip(action, -1.0, 1.0))
             result = sim.step(actions[-1])
+            check_step(result)
             success.append(bool(result.success))
             ended = result.success or result.terminated or result.truncated
             if ended:
@@ -221,10 +238,13 @@ class RecorderHost(SimulatorHost):
             return None
         if replay:
             before = [self._observe_at(state) for state in before]
+        view = View.of(before[0])
+        if problems := [f"step {k}: {p}" for k, seen in enumerate(before) for p in view.problems(seen)]:
+            raise ContractError(f"{problems[0]} (in the episode of seed {seed})")
         cameras = before[0]["image"]
         return {
             "images": {c: np.stack([np.moveaxis(o["image"][c], 0, -1) for o in before]) for c in cameras},
-            "state": np.stack([o["state"] for o in before]).astype(np.float32),
+            "state": np.stack([o["state"] for o in before]),
             "action": np.stack(actions),
             "success": np.array(success),
             "instruction": before[0]["instruction"],
@@ -236,9 +256,11 @@ class RecorderHost(SimulatorHost):
         return _copied(self.sim.observe())
 
 
-def _copied(observation: dict[str, Any]) -> dict[str, Any]:
-    images = {camera: np.array(image) for camera, image in observation["image"].items()}
-    return {"image": images, "state": np.array(observation["state"]), "instruction": observation["instruction"]}
+def _copied(observation: Any) -> dict[str, Any]:
+    if not isinstance(observation, Mapping):
+        raise ContractError("; ".join(View(0).problems(observation)))
+    images = {camera: np.array(image) for camera, image in observation.get("image", {}).items()}
+    return {"image": images, "state": np.array(observation.get("state")), "instruction": observation.get("instruction")}
 
 
 def _episodes(
@@ -287,18 +309,24 @@ def _episodes(
 
 
 def _inline_episodes(
-    simulator: dict[str, Any], how: tuple[str, float, bool], episodes: int, first_seed: int, schema: TenantSchema
+    simulator: dict[str, Any],
+    tenant: str,
+    how: tuple[str, float, bool],
+    episodes: int,
+    first_seed: int,
+    schema: TenantSchema,
 ) -> Iterator[tuple[int, dict[str, Any] | None]]:
-    host = RecorderHost(simulator)
+    worker = InlineSimulator(simulator, tenant, 0, RecorderHost)
     try:
         for seed in range(first_seed, _last_seed(first_seed, episodes)):
-            answer = host.episode(how[0], seed, *how[1:])
+            worker.send("episode", how[0], seed, *how[1:])
+            answer = worker.receive(timeout_s=0.0)
             if answer is not None:
                 _check_episode(answer, schema)
             yield seed, answer
         raise RuntimeError(_gave_up(how[0], first_seed, episodes))
     finally:
-        host.close()
+        worker.close()
 
 
 def _last_seed(first_seed: int, episodes: int) -> int:

@@ -20,6 +20,7 @@ from nexus_lightning.schema import Normalizer, TenantSchema
 from nexus_lightning.simulator import (
     BatchedHost,
     ChunkResult,
+    ContractError,
     InlineSimulator,
     RaySimulator,
     Simulator,
@@ -28,6 +29,7 @@ from nexus_lightning.simulator import (
     SimulatorHost,
     SimulatorProcess,
     StepResult,
+    View,
     execute_chunk,
     simulator_class,
     task_configs,
@@ -39,6 +41,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "ChunkResult",
+    "ContractError",
     "Simulator",
     "SimulatorDied",
     "SimulatorEnv",
@@ -125,7 +128,9 @@ class SimulatorEnv(EnvBase):
     10 s each here), has no seed per episode, and a worker that dies leaves it waiting or ends in a bare ``EOFError``.
     Here the specs come from the schema, constructing starts nothing, processes start at the first reset (all at once),
     and a dead or silent worker is a :class:`SimulatorDied` with the tenant's name; the next reset of that env starts a
-    fresh process. After such an error call ``reset()`` (and ``set_episodes`` with what was not counted yet).
+    fresh process. What a simulator gives is checked after every chunk, too: a value that breaks its contract is a
+    :class:`ContractError` and reaches nobody. After such an error call ``reset()`` (and ``set_episodes`` with what was
+    not counted yet).
 
     Args:
         simulator: ``{"_target_": "envs.maniskill.ManiSkillSimulator", **kwargs}``, instantiated in the worker.
@@ -185,6 +190,7 @@ class SimulatorEnv(EnvBase):
         self.simulators = task_configs(_plain(simulator), tasks)
         self._named_by = (simulator, tuple(tasks))
         self.schema = schema
+        self._view = View(schema.state_dim, schema.cameras, schema.image_size)
         self.normalizer = copy.deepcopy(normalizer).cpu()
         self.num_envs = num_envs
         self.tenant = tenant
@@ -349,8 +355,9 @@ class SimulatorEnv(EnvBase):
                 self._episodes[i] = _Episode(task=task, seed=seed)
                 starts[i] = (seed, self.simulators[task])
         self._recycle(starts)
-        for i, answer in self._ask("reset", starts).items():
-            self._check_contract(i, answer)
+        answers = self._ask("reset", starts)
+        self._check_contract(answers)
+        for i, answer in answers.items():
             self._episodes[i].observation = answer["observation"]
         return self._tensordict()
 
@@ -371,7 +378,9 @@ class SimulatorEnv(EnvBase):
                 calls[i] = actions[i]
             elif not episode.done and self._rows_per_worker > 1:
                 raise ValueError(f"tenant {self.tenant!r}: env {i}: batched simulators cannot step some envs only")
-        for i, answer in self._ask("chunk", calls).items():
+        answers = self._ask("chunk", calls)
+        self._check_contract(answers)
+        for i, answer in answers.items():
             episode, result = self._episodes[i], answer["result"]
             episode.observation = answer["observation"]
             episode.reward, episode.success = result.reward, result.success
@@ -449,29 +458,26 @@ class SimulatorEnv(EnvBase):
     def _key(self, i: int) -> tuple[int, int]:
         return self._episodes[i].task, self._episodes[i].seed
 
-    def _check_contract(self, i: int, answer: dict[str, Any]) -> None:
-        """The simulator's view must be what the schema promises."""
-        schema, observation = self.schema, answer["observation"]
-        problems = []
-        text, state = observation["instruction"], np.asarray(observation["state"])
-        if not (isinstance(text, str) and text):
-            problems.append(f"instruction={text!r}: the simulator must say in words what to do")
-        if answer["gripper"] != schema.gripper:
-            problems.append(f"gripper={schema.gripper!r}: the simulator's sign is {answer['gripper']!r}")
-        if state.shape != (schema.state_dim,) or state.dtype != np.float32:
-            problems.append(f"state_dim={schema.state_dim}: the simulator gives {state.dtype} {state.shape}")
-        elif not np.isfinite(state).all():
-            problems.append(f"state: dims {np.flatnonzero(~np.isfinite(state)).tolist()} are not finite")
-        for camera in schema.cameras:
-            image = observation["image"].get(camera)
-            if image is None:
-                problems.append(f"cameras: no {camera!r}; the simulator has {sorted(observation['image'])}")
-            elif image.shape != (3, schema.image_size, schema.image_size) or image.dtype != np.uint8:
-                problems.append(f"image_size={schema.image_size}: {camera!r} is {image.dtype} {image.shape}")
-        if problems:
-            self.close()
-            task = f", task {self.task_names[self._episodes[i].task]}" if len(self.simulators) > 1 else ""
-            raise ValueError(f"tenant {self.tenant!r}{task}: schema and simulator disagree: " + "; ".join(problems))
+    def _check_contract(self, answers: Mapping[int, dict[str, Any]]) -> None:
+        """What the simulators show must be what the schema promises, at a reset and after every chunk."""
+        for i, answer in answers.items():
+            problems = self._view.problems(answer["observation"])
+            if answer["gripper"] != self.schema.gripper:
+                problems.append(f"gripper={self.schema.gripper!r}: the simulator's sign is {answer['gripper']!r}")
+            if problems:
+                self.close()
+                raise self._broken(i, answer.get("result"), "; ".join(problems))
+
+    def _broken(self, i: int, result: ChunkResult | None, problems: str) -> ContractError:
+        episode = self._episodes[i]
+        target = self.simulators[episode.task]["_target_"]
+        task = f", task {self.task_names[episode.task]}" if len(self.simulators) > 1 else ""
+        if result is None:  # a reset
+            disagree = f"tenant {self.tenant!r}{task}: schema and simulator disagree"
+            return ContractError(f"{disagree}: {problems} (simulator {i}: {target})")
+        steps = episode.length + int(result.executed.sum())
+        where = f" ({steps} steps after the reset with seed {episode.seed}{task})"
+        return ContractError(problems + where).of(self.tenant, i, target)
 
     def _tensordict(self) -> TensorDict:
         """The batch as it is now, in fresh tensors."""

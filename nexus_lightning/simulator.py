@@ -9,7 +9,11 @@ environment and re-exports the names below.
     SimulatorEnv (main process)                        worker process i
       send("reset", {row: (seed, config)}) ── pipe ───►  Simulator.reset, observe
       send("chunk", {row: actions [K, A]}) ── pipe ───►  execute_chunk, observe (renders once per chunk)
-      receive(timeout_s) ◄──────────────────── pipe ───  {row: answer}, or the traceback of what went wrong
+      receive(timeout_s) ◄──────────────────── pipe ───  {row: answer}, or what went wrong
+
+What comes out of a simulator is held to its contract at every step and every look: the steps in the worker
+(:func:`check_step`), the observation where the schema is known (:class:`View`). The first value that breaks it is a
+:class:`ContractError`.
 
 A row is an env of the batch. A worker has one of them and a :class:`Simulator`, or all of them and a
 :class:`BatchedSimulator`. In place of a process with a pipe it may be a Ray actor (:class:`RaySimulator`).
@@ -145,12 +149,15 @@ class Simulator:
         raise NotImplementedError
 
     def step(self, action: np.ndarray) -> StepResult:
-        """One control step. ``action``: float32 ``[A]`` in [-1, 1], native convention. Does not render."""
+        """One control step. ``action``: float32 ``[A]`` in [-1, 1], native convention. Does not render.
+
+        The reward is a number, finite in float32; the others are bools. See :func:`check_step`."""
         raise NotImplementedError
 
     def observe(self) -> dict[str, Any]:
         """``{"image": {camera: uint8 [3, H, W]}, "state": float32 [S], "instruction": str}``. The only place that
-        renders what the policy sees; called after a reset and at the end of each chunk."""
+        renders what the policy sees; called after a reset and at the end of each chunk. All fields are there every
+        time, in the same shapes and dtypes, and the state is finite; see :class:`View`."""
         raise NotImplementedError
 
     def execute(self, actions: np.ndarray) -> ChunkResult:
@@ -209,6 +216,7 @@ def execute_chunk(sim: Simulator, actions: np.ndarray) -> ChunkResult:
     reward, success, step = 0.0, False, StepResult(0.0, False, False, False)
     for k, action in enumerate(actions):
         step = sim.step(action)
+        check_step(step)
         executed[k] = True
         reward += float(step.reward)
         success |= bool(step.success)
@@ -260,6 +268,179 @@ class BatchedSimulator:
 
 class SimulatorError(RuntimeError):
     """A simulator raised; the message carries the worker's traceback."""
+
+
+class ContractError(SimulatorError, ValueError):
+    """A simulator gave what its contract does not allow: the field, what came and what is expected."""
+
+    def of(self, tenant: str, index: int, target: str) -> ContractError:
+        """The same, naming the simulator: who sees the value knows only what it is."""
+        return ContractError(f"tenant {tenant!r}: simulator {index} ({target}) broke its contract: {self}")
+
+
+#: Rewards are summed and trained on in float32.
+LARGEST_REWARD = float(np.finfo(np.float32).max)
+
+
+def as_number(name: str, value: Any) -> float:
+    """One number that is finite in float32 -> float.
+
+    Raises:
+        ContractError: anything else.
+
+    Example:
+        >>> as_number("reward", np.float64(0.5))
+        0.5
+    """
+    if not isinstance(value, (int, float, np.integer, np.floating, np.bool_)):
+        raise ContractError(f"{name}: {_shown(value)}: expected one finite number")
+    number = float(value)
+    if not abs(number) <= LARGEST_REWARD:
+        raise ContractError(f"{name}: {_shown(value)}: expected one finite number")
+    return number
+
+
+def as_flag(name: str, value: Any) -> bool:
+    """A bool, or a 0 or 1 that stands for one (as in the ``info`` of some environments) -> bool.
+
+    Raises:
+        ContractError: anything else, a NaN too.
+
+    Example:
+        >>> as_flag("info['success']", 1.0)
+        True
+    """
+    if not isinstance(value, (bool, int, float, np.bool_, np.integer, np.floating)) or value not in (0, 1):
+        raise ContractError(f"{name}: {_shown(value)}: expected a bool")
+    return bool(value)
+
+
+def check_step(step: Any) -> None:
+    """What one control step gave, or several: ``reward``, ``success``, ``terminated``, ``truncated``.
+
+    Raises:
+        ContractError: a field is missing, the reward is no finite number, or another field no bool.
+
+    Example:
+        >>> check_step(StepResult(float("nan"), False, False, False))
+        Traceback (most recent call last):
+        ...
+        nexus_lightning.simulator.ContractError: reward: nan: expected one finite number
+    """
+    try:
+        reward, flags = step.reward, (step.success, step.terminated, step.truncated)
+    except AttributeError:
+        raise ContractError(
+            f"step: {_shown(step)}: expected an object with reward, success, terminated and truncated"
+        ) from None
+    as_number("reward", reward)
+    for name, flag in zip(("success", "terminated", "truncated"), flags, strict=True):
+        if not isinstance(flag, (bool, np.bool_)):
+            raise ContractError(f"{name}: {_shown(flag)}: expected a bool")
+
+
+def check_chunk(result: Any, length: int) -> None:
+    """What a chunk of ``length`` actions gave: as :func:`check_step`, and ``executed``, the first ones up to the end.
+
+    Raises:
+        ContractError: they are not so.
+    """
+    check_step(result)
+    executed = getattr(result, "executed", None)
+    if not isinstance(executed, np.ndarray) or executed.dtype != bool or executed.shape != (length,):
+        raise ContractError(f"executed: {_shown(executed)}: expected bool ({length},)")
+    count = int(executed.sum())
+    ended = result.terminated or result.truncated
+    if count == 0 or not executed[:count].all() or (count < length and not ended):
+        raise ContractError(
+            f"executed: {executed.tolist()}, terminated={result.terminated}, truncated={result.truncated}: expected "
+            "the actions from the first one on, all of them or up to the end of the episode"
+        )
+
+
+@dataclass(frozen=True)
+class View:
+    """What every observation of a simulator is, whichever step it comes after.
+
+    Attributes:
+        state_dim: ``state`` is float32 ``[state_dim]`` and finite.
+        cameras: of ``image``; more may be there.
+        image_size: an image is uint8 ``[3, image_size, image_size]``.
+
+    Example:
+        >>> View(4).problems({"state": np.zeros(1, np.float32), "instruction": "push"})
+        ['state_dim=4: the simulator gives float32 (1,), expected float32 (4,)']
+    """
+
+    state_dim: int
+    cameras: tuple[str, ...] = ()
+    image_size: int = 0
+
+    @classmethod
+    def of(cls, observation: Any) -> View:
+        """That of a first observation, all of its cameras included; the ones after it must be alike."""
+        images = observation["image"]
+        sizes = [np.shape(image)[-1] for image in images.values() if np.ndim(image)]
+        return cls(np.size(observation["state"]), tuple(images), sizes[0] if sizes else 0)
+
+    def problems(self, observation: Any) -> list[str]:
+        """Everything in which an observation is not so, as ``field: what came, what is expected``."""
+        if not isinstance(observation, Mapping):
+            return [f"observation: {_shown(observation)}, expected a dict of image, state and instruction"]
+        found = []
+        text = observation.get("instruction")
+        if not (isinstance(text, str) and text):
+            found.append(f"instruction={text!r}: the simulator must say in words what to do")
+        state = _array(observation.get("state"))
+        if state is None or state.shape != (self.state_dim,) or state.dtype != np.float32:
+            shown = _shown(observation["state"]) if "state" in observation else "no state"
+            found.append(
+                f"state_dim={self.state_dim}: the simulator gives {shown}, expected float32 ({self.state_dim},)"
+            )
+        elif not np.isfinite(state).all():
+            found.append(f"state: dims {np.flatnonzero(~np.isfinite(state)).tolist()} are not finite")
+        if not self.cameras:
+            return found
+        images = observation.get("image")
+        if not isinstance(images, Mapping):
+            return [*found, f"image: {_shown(images)}, expected a dict with {', '.join(self.cameras)}"]
+        size = (3, self.image_size, self.image_size)
+        for camera in self.cameras:
+            image = _array(images.get(camera))
+            if camera not in images:
+                found.append(f"cameras: no {camera!r}; the simulator has {sorted(images)}")
+            elif image is None or image.shape != size or image.dtype != np.uint8:
+                found.append(
+                    f"image_size={self.image_size}: {camera!r} is {_shown(images[camera])}, expected uint8 {size}"
+                )
+        return found
+
+
+def check_frame(frame: Any) -> np.ndarray:
+    """A frame for a video, uint8 ``[H, W, 3]``.
+
+    Raises:
+        ContractError: it is not.
+    """
+    found = _array(frame)
+    if found is None or found.dtype != np.uint8 or found.ndim != 3 or found.shape[2] != 3:
+        raise ContractError(f"render_frame: {_shown(frame)}: expected uint8 (H, W, 3)")
+    return found
+
+
+def _array(value: Any) -> np.ndarray | None:
+    try:
+        return np.asarray(value)
+    except ValueError:  # lists of unequal lengths
+        return None
+
+
+def _shown(value: Any) -> str:
+    """An array by dtype and shape, anything else as it is written, shortened."""
+    if hasattr(value, "dtype") and hasattr(value, "shape") and value.shape != ():
+        return f"{value.dtype} {tuple(value.shape)}"
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:80]}..."
 
 
 class SimulatorDied(RuntimeError):
@@ -337,7 +518,9 @@ class SimulatorHost:
 
     def chunk(self, actions: dict[int, np.ndarray], frames: Collection[int]) -> dict[int, Any]:
         ((row, chunk),) = actions.items()
-        return {row: {"result": self.sim.execute(chunk), **self._view(row in frames)}}
+        result = self.sim.execute(chunk)
+        check_chunk(result, len(chunk))
+        return {row: {"result": result, **self._view(row in frames)}}
 
     def close(self) -> None:
         if not self._closed:
@@ -351,7 +534,7 @@ class SimulatorHost:
 
     def _view(self, frame: bool) -> dict[str, Any]:
         view = {"observation": self.sim.observe(), "gripper": self.sim.gripper}
-        return {**view, "frame": self.sim.render_frame()} if frame else view
+        return {**view, "frame": check_frame(self.sim.render_frame())} if frame else view
 
 
 class BatchedHost:
@@ -377,6 +560,7 @@ class BatchedHost:
             for row in running:
                 batch[row] = actions[row][k]
             steps = self.sim.step(batch)
+            self._check_steps(steps, running)
             for row in running:
                 parts[row].append(steps)
             ended = {row for row in running if steps.terminated[row] or steps.truncated[row]}
@@ -395,26 +579,46 @@ class BatchedHost:
                 truncated=bool(steps[-1].truncated[row]),
                 executed=executed,
             )
+            check_chunk(results[row], len(executed))  # of finite rewards the sum may not be
         return {row: {"result": results[row], **views[row]} for row in actions}
 
     def close(self) -> None:
         self.sim.close()
 
+    def _check_steps(self, steps: Any, running: Collection[int]) -> None:
+        """As :func:`check_step`, of all rows at once; what rows give whose episode is over does not count."""
+        for name, kind in (("reward", np.floating), *((n, np.bool_) for n in ("success", "terminated", "truncated"))):
+            column = getattr(steps, name, None)
+            if not (
+                isinstance(column, np.ndarray)
+                and column.shape == (self.sim.num_envs,)
+                and np.issubdtype(column.dtype, kind)
+            ):
+                expected = f"{'float32' if name == 'reward' else 'bool'} ({self.sim.num_envs},)"
+                raise ContractError(f"{name}: {_shown(column)}: expected {expected}")
+        finite = np.abs(steps.reward) <= LARGEST_REWARD
+        if bad := [row for row in sorted(running) if not finite[row]]:
+            raise ContractError(f"reward: {steps.reward[bad].tolist()} of rows {bad}: expected finite numbers")
+
     def _views(self, rows: Collection[int], frames: Collection[int]) -> dict[int, Any]:
         if not rows:
             return {}
-        seen = self.sim.observe()
+        seen, n = self.sim.observe(), self.sim.num_envs
+        for name, value in (("state", seen.get("state")), *seen.get("image", {}).items()):
+            rows_there = _array(value)
+            if rows_there is None or rows_there.shape[:1] != (n,):
+                raise ContractError(f"{name}: {_shown(value)}: expected a row for each of {n} scenes")
         pictures = self.sim.render_frames() if any(row in frames for row in rows) else None
         views = {}
         for row in rows:
             observation = {
-                "image": {camera: np.array(image[row]) for camera, image in seen["image"].items()},
+                "image": {camera: np.array(image[row]) for camera, image in seen.get("image", {}).items()},
                 "state": np.array(seen["state"][row]),
-                "instruction": seen["instruction"],
+                "instruction": seen.get("instruction"),
             }
             views[row] = {"observation": observation, "gripper": self.sim.gripper}
             if pictures is not None and row in frames:
-                views[row]["frame"] = np.array(pictures[row])
+                views[row]["frame"] = np.array(check_frame(pictures[row]))
         return views
 
 
@@ -422,12 +626,16 @@ class InlineSimulator:
     """A host in this process behind the interface of :class:`SimulatorProcess`."""
 
     def __init__(self, config: dict[str, Any], tenant: str, index: int, host: type = SimulatorHost) -> None:
+        self._named = (tenant, index, config["_target_"])
         self._host = host(config)
         self._answer: Any = None
         self.alive = True
 
     def send(self, command: str, *arguments: Any) -> None:
-        self._answer = getattr(self._host, command)(*arguments)
+        try:
+            self._answer = getattr(self._host, command)(*arguments)
+        except ContractError as error:
+            raise error.of(*self._named) from None
 
     def receive(self, timeout_s: float) -> Any:
         return self._answer
@@ -452,7 +660,7 @@ class SimulatorProcess:
         index: int,
         host: type[SimulatorHost] | type[BatchedHost] = SimulatorHost,
     ) -> None:
-        self.tenant, self.index = tenant, index
+        self.tenant, self.index, self.target = tenant, index, config["_target_"]
         context = multiprocessing.get_context("spawn")
         self._pipe, theirs = context.Pipe()
         self._process = context.Process(
@@ -495,6 +703,7 @@ class SimulatorProcess:
         """The answer to the last command.
 
         Raises:
+            ContractError: the simulator gave what it must not.
             SimulatorError: the simulator raised; its traceback is in the message.
             SimulatorDied: the process ended, or did not answer within ``timeout_s`` seconds (it is killed then).
         """
@@ -506,8 +715,10 @@ class SimulatorProcess:
             status, answer = self._pipe.recv()
         except (EOFError, ConnectionError):
             raise self._died("its process ended in the middle of a call") from None
-        if status == "error":
+        if status != "ok":
             self.close()
+            if status == "contract":
+                raise ContractError(answer).of(self.tenant, self.index, self.target)
             raise SimulatorError(f"tenant {self.tenant!r}: simulator {self.index} raised\n{answer}")
         return answer
 
@@ -558,7 +769,7 @@ class RaySimulator:
     ) -> None:
         import ray  # here: a worker imports this module and may have no Ray
 
-        self.tenant, self.index = tenant, index
+        self.tenant, self.index, self.target = tenant, index, config["_target_"]
         options = {"num_cpus": 1, "scheduling_strategy": "SPREAD", **options}
         # A fresh simulator is in no episode: who asks must know, so Ray does not start one by itself.
         self._actor: Any = ray.remote(SimulatorActor).options(**options, max_restarts=0).remote(config, host)
@@ -580,13 +791,16 @@ class RaySimulator:
         """The answer to the last command.
 
         Raises:
+            ContractError: the simulator gave what it must not.
             SimulatorError: the simulator raised; its traceback is in the message.
             SimulatorDied: the actor or its machine is gone, or did not answer within ``timeout_s`` seconds (it is
                 killed then).
         """
         status, answer = pickle.loads(self._get(self._answer, timeout_s))
-        if status == "error":
+        if status != "ok":
             self.close()
+            if status == "contract":
+                raise ContractError(answer).of(self.tenant, self.index, self.target)
             raise SimulatorError(f"tenant {self.tenant!r}: simulator {self.index} raised\n{answer}")
         return answer
 
@@ -626,13 +840,15 @@ class SimulatorActor:
         self._host: SimulatorHost | BatchedHost | None = None
 
     def answer(self, command: str, arguments: tuple) -> bytes:
-        """``("ok", answer)`` or ``("error", traceback)``, pickled: arrays that Ray takes apart itself come out read
-        only, and keep its store filled."""
+        """``("ok", answer)``, ``("contract", what broke it)`` or ``("error", traceback)``, pickled: arrays that Ray
+        takes apart itself come out read only, and keep its store filled."""
         try:
             if self._host is None:
                 self._host = self._host_class(self._config)
                 limit_torch_threads()
             return pickle.dumps(("ok", getattr(self._host, command)(*arguments)), protocol=5)
+        except ContractError as error:
+            return pickle.dumps(("contract", str(error)))
         except Exception:  # whatever it is, the other side raises it with this traceback
             return pickle.dumps(("error", traceback.format_exc()))
 
@@ -714,6 +930,8 @@ def worker_main(pipe: Connection, config: dict[str, Any], host_class: type[Simul
             pipe.send(("ok", getattr(host, command)(*arguments)))
     except EOFError:
         pass  # the parent is gone
+    except ContractError as error:
+        pipe.send(("contract", str(error)))
     except Exception:  # whatever it is, the parent raises it with this traceback
         # An error while building the simulator is the answer to the command that is already waiting in the pipe.
         pipe.send(("error", traceback.format_exc()))

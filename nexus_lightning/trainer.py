@@ -7,7 +7,7 @@ import json
 import os
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -59,6 +59,7 @@ from nexus_lightning.placement.strategies import TenantFSDP2, make_strategy
 from nexus_lightning.producers.demonstrations import dataset_stats, open_dataset
 from nexus_lightning.runtime import Runtime
 from nexus_lightning.schema import TenantSchema
+from nexus_lightning.simulator import SimulatorDied, SimulatorError
 from nexus_lightning.tenant import NonFiniteWeights, TenantSlot, TenantSpec, build_slot
 
 LAST_CHECKPOINT = Path("checkpoints") / "last.ckpt"
@@ -340,6 +341,7 @@ def _run_in(
     ranks: Ranks,
     devices: Devices,
 ) -> dict[str, Any]:
+    failed = ranks.on_first(lambda: record_datasets(config))
     if config.placement.torch_threads is not None:
         torch.set_num_threads(config.placement.torch_threads)
     keep_freed_memory()
@@ -351,10 +353,12 @@ def _run_in(
     if ranks.first:
         (run_dir / "placement.json").write_text(json.dumps({**plan.to_dict(), "signature": plan.signature}, indent=2))
     payloads = starting_payloads(config, backbone, ranks)
-    slots, datasets = build_slots(config, backbone, payloads)
+    slots, datasets = build_slots(config, backbone, payloads, without_data=failed)
     for slot in slots.values():  # built from seeds and files, alike on every rank; this makes sure of it
         ranks.spread(slot.tensors().values())
     runtime = Runtime(config, backbone, slots, run_dir, datasets, ranks)
+    for name, reason in failed.items():
+        runtime.take_out(name, reason, "")
     loggers = make_loggers(config.logger, run_dir, config.run_name or run_dir.name, asdict(config))
     exit_code = 1
     try:
@@ -376,7 +380,7 @@ def _run_in(
 
 
 def prepare_run(config: NexusConfig, link_latest: bool, held: contextlib.ExitStack) -> tuple[Path, Path | None]:
-    """Make the run folder and record the demonstrations that are not there yet; see :func:`resolve_run`.
+    """Make the run folder; see :func:`resolve_run`.
 
     Args:
         config: of the run.
@@ -396,7 +400,6 @@ def prepare_run(config: NexusConfig, link_latest: bool, held: contextlib.ExitSta
     if link_latest:
         _link_latest(Path(config.output_dir), run_dir)
     (run_dir / "config.yaml").write_text(yaml.safe_dump(asdict(config), sort_keys=False))
-    record_datasets(config)
     return run_dir, ckpt_path
 
 
@@ -434,10 +437,19 @@ def _link_latest(output: Path, run_dir: Path) -> None:
     temporary.replace(link)
 
 
-def record_datasets(config: NexusConfig) -> None:
-    """Record the demonstrations that tenants (and starting recipes) need and that are not there yet."""
+def record_datasets(config: NexusConfig) -> dict[str, str]:
+    """Record the demonstrations that tenants need and that are not there yet.
+
+    Returns:
+        The tenants whose simulator failed in it, and why: the others do not wait for them.
+    """
+    failed = {}
     for name, tenant in config.tenants.items():
-        record_dataset(name, tenant, config.data_dir)
+        try:
+            record_dataset(name, tenant, config.data_dir)
+        except (SimulatorError, SimulatorDied) as error:
+            failed[name] = f"{type(error).__name__}: {error}"
+    return failed
 
 
 def record_dataset(name: str, tenant: TenantConfig, data_dir: str) -> None:
@@ -462,6 +474,7 @@ def record_dataset(name: str, tenant: TenantConfig, data_dir: str) -> None:
         inline=tenant.environment.inline,
         random_share=dataset.record.random_share,
         keep_failures=dataset.record.keep_failures,
+        tenant=name,
     )
 
 
@@ -532,15 +545,17 @@ def _train_payload(
 
 
 def build_slots(
-    config: NexusConfig, backbone: Backbone, payloads: dict[str, Path]
+    config: NexusConfig, backbone: Backbone, payloads: dict[str, Path], without_data: Collection[str] = ()
 ) -> tuple[dict[str, TenantSlot], dict[str, Any]]:
-    """Every tenant's slot, in the order of the configuration, and the datasets opened for their statistics."""
+    """Every tenant's slot, in the order of the configuration, and the datasets opened for their statistics.
+
+    ``without_data``: tenants whose dataset is not there, and that will not train."""
     slots, datasets = {}, {}
     admission = Admission(free_bytes(backbone.device))
     for name, tenant in config.tenants.items():
         spec = TenantSpec.compile(name, tenant, config.seed)
         stats = (None, None)
-        if tenant.dataset is not None:
+        if tenant.dataset is not None and name not in without_data:
             datasets[name] = open_dataset(tenant.dataset, spec.schema, dataset_root(tenant, config.data_dir))
             stats = dataset_stats(datasets[name], tenant.dataset, spec.schema)
         slot = build_slot(spec, backbone, *stats)

@@ -59,6 +59,7 @@ def parse(arguments: list[str]) -> Arguments:
 def main(arguments: list[str] | None = None) -> dict:
     args = parse(sys.argv[1:] if arguments is None else arguments)
     from nexus_lightning.evaluation import success_figure
+    from nexus_lightning.monitoring.stats import finite
     from nexus_lightning.producers.evaluation import result_dict
 
     # Everything that does not fit is found before the first simulator starts and the first backbone is loaded.
@@ -73,7 +74,7 @@ def main(arguments: list[str] | None = None) -> dict:
             rows = results[0].by_task
             success_figure([row.task for row in rows], rows, Path(args.png))
     if args.json is not None:
-        Path(args.json).write_text(json.dumps(report, indent=2))
+        Path(args.json).write_text(json.dumps(finite(report), indent=2, allow_nan=False))
     return report
 
 

@@ -26,7 +26,7 @@ sys.path.insert(0, str(ROOT))  # models/ and envs/ live beside scripts/
 if TYPE_CHECKING:
     from nexus_lightning.config import TenantConfig
     from nexus_lightning.schema import TenantSchema
-    from nexus_lightning.simulator import Simulator
+    from nexus_lightning.simulator import Simulator, View
 
 #: A freshly reset simulator and the episode's seed -> its actions, float32 ``[A]`` in the native convention.
 Actor = Callable[["Simulator", int], Iterator[np.ndarray]]
@@ -129,21 +129,43 @@ def payload_actor(folder: str, name: str, schema: "TenantSchema") -> Actor:
     return act
 
 
-def play_episode(simulator: "Simulator", actor: Actor, seed: int, frames: list[np.ndarray] | None) -> dict[str, Any]:
+def play_episode(
+    simulator: "Simulator",
+    actor: Actor,
+    seed: int,
+    frames: list[np.ndarray] | None,
+    view: "View | None" = None,
+    every: int = 1,
+) -> dict[str, Any]:
     """One episode until it is done or the actor stops; appends a frame per control step to ``frames``.
+
+    Args:
+        view: what the simulator must show at the start, at the end and after ``every`` steps between them; None: it is
+            not looked at.
 
     Returns:
         ``seed, success`` (at any step), ``episode_return``, ``episode_length`` (control steps) and ``end``.
+
+    Raises:
+        ContractError: the simulator gave what it must not.
     """
+    from nexus_lightning.simulator import ContractError, check_frame, check_step
+
+    def look() -> None:
+        due = result is None or length % every == 0 or result.terminated or result.truncated
+        if view is not None and due and (problems := view.problems(simulator.observe())):
+            raise ContractError("; ".join(problems) + f" ({length} steps after the reset with seed {seed})")
+        if frames is not None:
+            frames.append(np.array(check_frame(simulator.render_frame())))
+
     simulator.reset(seed)
-    total, length, success, end = 0.0, 0, False, "no more actions"
-    if frames is not None:
-        frames.append(np.array(simulator.render_frame()))
+    total, length, success, end, result = 0.0, 0, False, "no more actions", None
+    look()
     for action in actor(simulator, seed):
         result = simulator.step(np.clip(np.asarray(action, np.float32), -1.0, 1.0))
+        check_step(result)
         total, length, success = total + float(result.reward), length + 1, success or bool(result.success)
-        if frames is not None:
-            frames.append(np.array(simulator.render_frame()))
+        look()
         if result.terminated or result.truncated:
             end = "terminated" if result.terminated else "truncated"
             break
@@ -171,7 +193,7 @@ def main(arguments: list[str] | None = None) -> list[dict[str, Any]]:
     args = parse([word for word in words if word not in overrides])
     from nexus_lightning.config import schema_of
     from nexus_lightning.producers.evaluation import save_video
-    from nexus_lightning.simulator import build_simulator, task_configs
+    from nexus_lightning.simulator import ContractError, View, build_simulator, task_configs
 
     tenant = load_tenant(args.tenant, overrides)
     assert tenant.environment is not None
@@ -182,6 +204,7 @@ def main(arguments: list[str] | None = None) -> list[dict[str, Any]]:
     episodes: list[dict[str, Any]] = []
     frames: list[np.ndarray] | None = None if args.video is None else []
     configs = task_configs(tenant.environment.simulator, tenant.environment.tasks)
+    view = View(schema.state_dim, schema.cameras, schema.image_size)
     simulator, built = build_simulator(configs[0]), configs[0]
     try:
         for k, seed in enumerate(range(args.seed, args.seed + args.episodes)):
@@ -189,12 +212,14 @@ def main(arguments: list[str] | None = None) -> list[dict[str, Any]]:
                 simulator.close()
                 built = configs[k % len(configs)]
                 simulator = build_simulator(built)
-            episode = play_episode(simulator, actor, seed, frames)
+            episode = play_episode(simulator, actor, seed, frames, view, schema.execute)
             episodes.append(episode)
             print(
                 f"{args.tenant} seed {seed}: return {episode['episode_return']:.3f}, length "
                 f"{episode['episode_length']}, success {episode['success']} ({episode['end']})"
             )
+    except ContractError as error:
+        raise SystemExit(f"error: {error.of(args.tenant, 0, built['_target_'])}") from None
     finally:
         simulator.close()
     if episodes:

@@ -168,6 +168,117 @@ class Broken(FakeSimulator):
         return {**seen, **changes.get(self.how, {})}
 
 
+class Careless(FakeSimulator):
+    """FAKE that gives one wrong value, from its second step on; see :data:`WRONG`."""
+
+    def __init__(self, wrong=None, **kwargs):
+        super().__init__(**kwargs)
+        self.wrong = wrong
+
+    def step(self, action):
+        result = super().step(action)
+        if self.steps >= 2 and self.wrong == "no result":
+            return None
+        if self.steps >= 2 and self.wrong in WRONG_STEPS:
+            setattr(result, *WRONG_STEPS[self.wrong])
+        return result
+
+    def observe(self):
+        seen = super().observe()
+        if self.steps < 2 or self.wrong not in WRONG_VIEWS:
+            return seen
+        key, value = WRONG_VIEWS[self.wrong]
+        return {k: v for k, v in {**seen, key: value}.items() if v is not None}
+
+
+WRONG_STEPS = {
+    "reward nan": ("reward", float("nan")),
+    "reward inf": ("reward", float("-inf")),
+    "reward of double": ("reward", 1e39),  # infinite in float32
+    "reward none": ("reward", None),
+    "reward text": ("reward", "1.0"),
+    "reward array": ("reward", np.ones(2)),
+    "success none": ("success", None),
+    "success nan": ("success", float("nan")),
+    "terminated array": ("terminated", np.array([True, False])),
+    "truncated text": ("truncated", "no"),
+}
+WRONG_VIEWS = {
+    "state missing": ("state", None),
+    "state short": ("state", np.ones(1, np.float32)),  # would be broadcast
+    "state double": ("state", np.ones(4)),
+    "state nan": ("state", np.array([0, 1, np.nan, 3], np.float32)),
+    "image float": ("image", {"front": np.full((3, 16, 16), 0.5, np.float32)}),  # would be black
+    "image large": ("image", {"front": np.zeros((3, 17, 16), np.uint8)}),
+    "camera missing": ("image", {}),
+    "images missing": ("image", None),
+    "instruction missing": ("instruction", None),
+}
+#: What goes wrong -> what the error says of it: the field, what came, what is expected.
+WRONG = {
+    "no result": "step: None: expected an object with reward, success, terminated and truncated",
+    "reward nan": "reward: nan: expected one finite number",
+    "reward inf": "reward: -inf: expected one finite number",
+    "reward of double": "reward: 1e+39: expected one finite number",
+    "reward none": "reward: None: expected one finite number",
+    "reward text": "reward: '1.0': expected one finite number",
+    "reward array": "reward: float64 (2,): expected one finite number",
+    "success none": "success: None: expected a bool",
+    "success nan": "success: nan: expected a bool",
+    "terminated array": "terminated: bool (2,): expected a bool",
+    "truncated text": "truncated: 'no': expected a bool",
+    "state missing": "state_dim=4: the simulator gives no state, expected float32 (4,)",
+    "state short": "state_dim=4: the simulator gives float32 (1,), expected float32 (4,)",
+    "state double": "state_dim=4: the simulator gives float64 (4,), expected float32 (4,)",
+    "state nan": "state: dims [2] are not finite",
+    "image float": "image_size=16: 'front' is float32 (3, 16, 16), expected uint8 (3, 16, 16)",
+    "image large": "image_size=16: 'front' is uint8 (3, 17, 16), expected uint8 (3, 16, 16)",
+    "camera missing": "cameras: no 'front'; the simulator has []",
+    "images missing": "image: None, expected a dict with front",
+    "instruction missing": "instruction=None: the simulator must say in words what to do",
+}
+
+
+class WrongChunk(FakeSimulator):
+    """FAKE with an ``execute`` of its own (as one behind a network has), which says something else than it did."""
+
+    def __init__(self, executed, **kwargs):
+        super().__init__(**kwargs)
+        self.executed = executed
+
+    def execute(self, actions):
+        result = super().execute(actions)
+        result.executed = np.array(self.executed)
+        return result
+
+
+class BatchedCareless(BatchedFake):
+    """FAKE. ``wrong``: ``{column: [value of each row]}``, or a shape for the state."""
+
+    def __init__(self, num_envs, wrong, **arguments):
+        super().__init__(num_envs, **arguments)
+        self.wrong = wrong
+
+    def step(self, actions):
+        steps = super().step(actions)
+        for name, column in self.wrong.items():
+            if name != "state":
+                setattr(steps, name, np.array(column))
+        return steps
+
+    def observe(self):
+        seen = super().observe()
+        if "state" in self.wrong and self.rows[0].steps:
+            seen["state"] = np.zeros(self.wrong["state"], np.float32)
+        return seen
+
+
+class CarelessOfBatch(FakeSimulator):
+    """FAKE. The class that is batched as :class:`BatchedCareless`."""
+
+    batched = "fake_simulator.BatchedCareless"
+
+
 def make_expert(simulator):
     """Walks to the goal, except that it stands still in episodes with an odd seed."""
     while True:

@@ -6,13 +6,14 @@ import time
 from dataclasses import asdict, replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from fakes import FakeBackbone
 from tensordict import TensorDict
 
 from nexus_lightning.backbone import Backbone, VLAFeature
-from nexus_lightning.config import AugmentationConfig, DatasetConfig
+from nexus_lightning.config import AlgorithmConfig, AugmentationConfig, ConfigError, DatasetConfig, validate
 from nexus_lightning.conventions import DatasetConverter
 from nexus_lightning.demonstrations import record_demonstrations
 from nexus_lightning.features.grouping import EncodeRequest, EncodeStats, encode_together, passes
@@ -22,11 +23,12 @@ from nexus_lightning.producers.demonstrations import (
     DemonstrationReader,
     FrameOrder,
     augment,
+    dataset_stats,
     low_dim_table,
     open_dataset,
 )
 from nexus_lightning.queues.jobs import Scheduler
-from nexus_lightning.schema import TenantSchema
+from nexus_lightning.schema import MODE_STATISTICS, Normalizer, TenantSchema
 from nexus_lightning.trainer import train
 
 SIMULATOR = {"_target_": "fake_simulator.FakeSimulator", "goal": 2.0, "horizon": 6, "cameras": ["front"]}
@@ -248,3 +250,135 @@ def test_augmentation_keys_are_checked(toy):
         train(config)
     assert "tenants.a.dataset.augmentation.views=1: must be at least 2" in str(error.value)
     assert "tenants.a.dataset.augmentation.crop=0.0: must lie in (0, 1]" in str(error.value)
+
+
+# -------------------------------------------------------------------------------- the data: lengths, episodes, values
+
+
+KEYS = ("observation.state", "action")
+
+
+def write_dataset(root: Path, state_dim=4, action_dim=2, change=lambda episode, step, frame: None) -> Path:
+    """Five episodes of six frames, all values different, no image; ``change`` edits a frame in place."""
+    from lerobot.datasets.lerobot_dataset import LeRobotDataset
+
+    def feature(dim):
+        return {"dtype": "float32", "shape": (dim,), "names": None}
+
+    features = {"observation.state": feature(state_dim), "action": feature(action_dim), "next.reward": feature(1)}
+    dataset = LeRobotDataset.create("local/numbers", fps=20, features=features, root=root, use_videos=False)
+    generator = np.random.default_rng(0)
+    for episode in range(5):
+        for step in range(6):
+            frame = {
+                "observation.state": generator.uniform(-1, 1, state_dim).astype(np.float32),
+                "action": generator.uniform(-1, 1, action_dim).astype(np.float32),
+                "next.reward": np.array([step], np.float32),
+                "task": "count",
+            }
+            change(episode, step, frame)
+            dataset.add_frame(frame)
+        dataset.save_episode()
+    dataset.finalize()
+    return root
+
+
+NUMBERS = replace(SCHEMA, cameras=(), gripper="none", rotation="none", control_hz=20.0)
+
+
+def numbers_reader(root: Path, algorithm: AlgorithmConfig | None = None, **schema) -> DemonstrationReader:
+    schema = replace(NUMBERS, **schema)
+    config, backbone = DatasetConfig(repo_id="local/numbers"), FakeBackbone()
+    dataset, spec = open_dataset(config, schema, root), backbone.feature_spec(schema)
+    return DemonstrationReader(dataset, config, schema, backbone, spec, None, algorithm=algorithm)
+
+
+@pytest.mark.parametrize(("state_dim", "action_dim"), [(1, 2), (4, 1), (1, 1)])
+def test_vectors_of_length_one_stay_vectors(tmp_path, state_dim, action_dim):
+    """LeRobot keeps them as scalars."""
+    kept = []
+    root = write_dataset(tmp_path / "x", state_dim, action_dim, lambda episode, step, frame: kept.append(frame))
+    reader = numbers_reader(root, AlgorithmConfig(name="awr", gamma=1.0), state_dim=state_dim, action_dim=action_dim)
+    batch = reader.read(torch.tensor([4, 6]))
+    assert batch["observation", "state"].shape == (2, state_dim) and batch["actions"].shape == (2, 3, action_dim)
+    for row, frame in enumerate((4, 6)):
+        assert batch["observation", "state"][row].tolist() == kept[frame]["observation.state"].tolist()
+        for step, taken in enumerate([4, 5, 5] if frame == 4 else [6, 7, 8]):  # episode 0 ends with frame 5
+            assert batch["actions"][row, step].tolist() == kept[taken]["action"].tolist()
+    assert batch["return_to_go"].tolist() == [[9.0], [15.0]]
+    for stats, key in zip(dataset_stats(reader.dataset, reader.config, reader.schema), KEYS, strict=True):
+        values = np.stack([frame[key] for frame in kept])
+        np.testing.assert_allclose(stats.mean, values.mean(0), atol=1e-6)
+        np.testing.assert_allclose(stats.max, values.max(0))
+
+
+@pytest.mark.parametrize("mode", [mode for mode in MODE_STATISTICS if mode != "identity"])
+def test_statistics_are_those_of_the_chosen_episodes(tmp_path_factory, mode):
+    kept = []
+
+    def change(episode, step, frame):  # the last ones are far outside
+        for key in KEYS:
+            frame[key] = frame[key] * (1000 if episode > 1 else 1)
+        kept.append(frame)
+
+    root = write_dataset(tmp_path_factory.mktemp("data") / "x", change=change)
+    schema = replace(NUMBERS, state_normalization=mode, action_normalization=mode)
+    for episodes in (2, 5, None):
+        config = DatasetConfig(repo_id="local/numbers", episodes=episodes)
+        dataset = open_dataset(config, schema, root)
+        found = dataset_stats(dataset, config, schema)
+        normalizer = Normalizer(schema, *found)
+        for stats, key, name in zip(found, KEYS, ("state", "action"), strict=True):
+            values = np.stack([frame[key] for frame in kept[:12]])
+            if episodes == 2:
+                expected = {"mean": values.mean(0), "std": values.std(0), "min": values.min(0), "max": values.max(0)}
+                expected |= {f"q{q:02d}": np.quantile(values, q / 100, axis=0) for q in (1, 10, 90, 99)}
+                for statistic in MODE_STATISTICS[mode]:
+                    np.testing.assert_allclose(getattr(stats, statistic), expected[statistic], rtol=1e-5, atol=1e-6)
+                assert getattr(normalizer, f"{name}_scale").max() < 1.01
+            else:  # those that LeRobot has stored, to the bit
+                for statistic in MODE_STATISTICS[mode]:
+                    stored = torch.as_tensor(dataset.meta.stats[key][statistic], dtype=torch.float32)
+                    assert torch.equal(getattr(stats, statistic), stored)
+                assert getattr(normalizer, f"{name}_scale").max() > 100
+
+
+def test_more_episodes_than_there_are_never_ask_the_hub(tmp_path, monkeypatch, compose):
+    from lerobot.datasets import lerobot_dataset
+
+    def download(*args, **kwargs):
+        raise AssertionError("asked the hub")
+
+    monkeypatch.setattr(lerobot_dataset, "snapshot_download", download)
+    monkeypatch.setattr(lerobot_dataset, "get_safe_version", download)
+    root = write_dataset(tmp_path / "x")
+    with pytest.raises(ConfigError, match=r"dataset\.episodes=100: dataset .*/x has 5"):
+        open_dataset(DatasetConfig(repo_id="local/numbers", episodes=100), NUMBERS, root)
+
+    def problems(*overrides):
+        config = compose("+tenants=[toy_sft]", *overrides)
+        with pytest.raises(ConfigError) as error:
+            validate(config)
+        return [p for p in error.value.problems if "dataset.episodes" in p]
+
+    own = ("tenants.toy_sft.dataset.record=null", f"tenants.toy_sft.dataset.root={root}")
+    says = f"tenants.toy_sft.dataset.episodes=6: dataset {root} has 5; ask for at most 5, or null for all of them"
+    assert problems(*own, "tenants.toy_sft.dataset.episodes=6") == [says]
+    recorded = problems("tenants.toy_sft.dataset.record.episodes=3", "tenants.toy_sft.dataset.episodes=4")
+    assert len(recorded) == 1 and "has 3" in recorded[0], "what will be recorded counts as well"
+
+    next((root / "data").rglob("*.parquet")).unlink()
+    with pytest.raises(ValueError, match="1 of its files are missing, for example data/"):
+        open_dataset(DatasetConfig(repo_id="local/numbers", episodes=2), NUMBERS, root)
+
+
+@pytest.mark.parametrize("key", [*KEYS, "next.reward"])
+def test_a_value_that_is_not_finite_is_found_before_anything_is_trained(tmp_path, key):
+    def change(episode, step, frame):
+        if (episode, step) == (1, 3):
+            frame[key][-1] = np.nan
+
+    reader = numbers_reader(write_dataset(tmp_path / "x", change=change), AlgorithmConfig(name="awr"))
+    says = rf"local/numbers: '{key}' of episode 1, frame 3 is \[.*nan\], in all 1 frames"
+    with pytest.raises(ValueError, match=says):
+        reader.read(torch.tensor([0]))

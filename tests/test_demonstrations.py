@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from fake_simulator import WRONG
 
 from nexus_lightning.demonstrations import (
     RECORD_FILE,
@@ -17,6 +18,7 @@ from nexus_lightning.demonstrations import (
     record_demonstrations,
 )
 from nexus_lightning.schema import TenantSchema
+from nexus_lightning.simulator import ContractError
 
 sys.path.insert(0, str(Path(__file__).parent))  # worker processes get this path and import the fake from here
 SIMULATOR = {"_target_": "fake_simulator.FakeSimulator", "goal": 2.0, "horizon": 6, "cameras": ["front"]}
@@ -103,3 +105,26 @@ def test_an_expert_that_fails_is_an_error(tmp_path):
     simulator = {**SIMULATOR, "goal": 1000.0}
     with pytest.raises(RuntimeError, match="did not succeed often enough: tried 15 seeds"):
         record_demonstrations(simulator, EXPERT, tmp_path / "x", 1, 8, SCHEMA, workers=1, progress=False)
+
+
+@pytest.mark.parametrize("inline", [True, False])
+@pytest.mark.parametrize("how", ["reward nan", "success none", "state short", "image float"])
+def test_a_simulator_that_breaks_its_contract_is_not_recorded(tmp_path, inline, how):
+    simulator = {**SIMULATOR, "_target_": "fake_simulator.Careless", "goal": 3.0, "wrong": how}
+    with pytest.raises(ContractError) as error:
+        record_demonstrations(
+            simulator, EXPERT, tmp_path / "x", 1, 8, SCHEMA, workers=1, progress=False, inline=inline, tenant="blue"
+        )
+    assert str(error.value).startswith("tenant 'blue': simulator 0 (fake_simulator.Careless) broke its contract: ")
+    assert WRONG[how] in str(error.value)
+    assert not list(tmp_path.iterdir())
+
+
+def test_an_expert_that_gives_nan_is_named(tmp_path):
+    with pytest.raises(ValueError, match=r"nan_expert: action 1 of seed 8 is not finite: \[1.0, nan\]"):
+        record_demonstrations(SIMULATOR, f"{__name__}.nan_expert", tmp_path / "x", 1, 8, SCHEMA, inline=True)
+
+
+def nan_expert(simulator):
+    yield np.array([1.0, 1.0], np.float32)
+    yield np.array([1.0, np.nan], np.float32)

@@ -7,16 +7,26 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from fake_simulator import WRONG
 from torchrl.collectors import Collector
 from torchrl.envs.utils import check_env_specs
 
-from nexus_lightning.environment import SimulatorDied, SimulatorEnv, SimulatorError, check_tenant_env, execute_chunk
+from nexus_lightning.environment import (
+    ContractError,
+    SimulatorDied,
+    SimulatorEnv,
+    SimulatorError,
+    check_tenant_env,
+    execute_chunk,
+)
 from nexus_lightning.schema import NormalizationStats, Normalizer, TenantSchema
+from nexus_lightning.simulator import BatchedHost, View, build_simulator, check_chunk, check_step
 
 sys.path.insert(0, str(Path(__file__).parent))  # worker processes get this path and import the fake from here
 TARGET = "fake_simulator.FakeSimulator"
@@ -476,6 +486,96 @@ def test_a_batch_lives_in_one_process_and_is_replaced_when_all_its_episodes_are_
         make_env(num_envs=2, batched=True, tasks=["lift", "push"])
 
 
+# ---- the contract, at every step ----
+
+
+@pytest.mark.parametrize("how", WRONG)
+def test_what_breaks_the_contract_in_the_middle_of_an_episode_is_named_and_reaches_nobody(make_env, how):
+    schema = make_schema(cameras=("front",), image_size=16)
+    env = make_env(num_envs=2, schema=schema, simulator={"_target_": "fake_simulator.Careless", "wrong": how})
+    td = env.reset()
+    with pytest.raises(ContractError) as error:
+        step(env, td)
+    assert str(error.value).startswith("tenant 'blue': simulator 0 (fake_simulator.Careless) broke its contract: ")
+    assert WRONG[how] in str(error.value)
+    assert isinstance(error.value, SimulatorError) and isinstance(error.value, ValueError)
+
+
+def test_a_broken_contract_comes_out_of_a_process_without_its_traceback(make_env):
+    env = make_env(inline=False, simulator={"_target_": "fake_simulator.Careless", "wrong": "reward nan"})
+    td = env.reset()
+    with pytest.raises(ContractError) as error:
+        step(env, td)
+    named = "tenant 'blue': simulator 0 (fake_simulator.Careless) broke its contract: "
+    assert str(error.value) == named + "reward: nan: expected one finite number"
+    assert not multiprocessing.active_children(), "what broke its contract is not used on"
+
+
+@pytest.mark.parametrize("executed", [[True, True], [True, False, True], [False] * 3, [True, True, False], [1.0] * 3])
+def test_what_a_chunk_says_of_itself_is_checked(make_env, executed):
+    """Of three actions; the episode does not end in them."""
+    env = make_env(simulator={"_target_": "fake_simulator.WrongChunk", "executed": executed})
+    td = env.reset()
+    with pytest.raises(
+        ContractError, match=r"simulator 0 \(fake_simulator.WrongChunk\) broke its contract: executed: "
+    ):
+        step(env, td)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "says"),
+    [
+        ({"reward": [0.0, float("nan")]}, r"reward: \[nan\] of rows \[1\]: expected finite numbers"),
+        ({"reward": [0.0]}, r"reward: float64 \(1,\): expected float32 \(2,\)"),
+        ({"success": [0.0, 1.0]}, r"success: float64 \(2,\): expected bool \(2,\)"),
+        ({"terminated": [0, 0]}, r"terminated: int64 \(2,\): expected bool \(2,\)"),
+        ({"truncated": [None, None]}, r"truncated: object \(2,\): expected bool \(2,\)"),
+        ({"state": [1, 4]}, r"state: float32 \(1, 4\): expected a row for each of 2 scenes"),
+        ({"state": [2, 1]}, r"state_dim=4: the simulator gives float32 \(1,\), expected float32 \(4,\)"),
+    ],
+)
+def test_a_batched_simulator_is_held_to_the_contract(make_env, wrong, says):
+    config = {"_target_": "fake_simulator.CarelessOfBatch", "wrong": wrong}
+    env = make_env(num_envs=2, batched=True, simulator=config)
+    td = env.reset()
+    with pytest.raises(ContractError, match=rf"'blue': simulator 0 \(fake_simulator.BatchedCareless\).*{says}"):
+        step(env, td)
+
+
+def test_rows_of_a_batch_that_are_over_may_give_anything():
+    host = BatchedHost({"_target_": "fake_simulator.BatchedCareless", "num_envs": 2, "wrong": {}, "cameras": []})
+    host.reset({0: (1, {}), 1: (2, {})}, ())
+    host.sim.wrong = {"reward": [0.5, float("nan")]}
+    answers = host.chunk({0: np.zeros((2, 2), np.float32)}, ())
+    assert answers[0]["result"].reward == 1.0
+
+
+def test_the_check_is_cheap(make_env):
+    """Of a chunk of the toy simulator it takes less than a twentieth."""
+    toy = build_simulator({"_target_": "envs.toy.ToySimulator", "horizon": 10**9})
+    toy.reset(0)
+    actions, view = np.zeros((2, 2), np.float32), View(4, ("camera",), 32)
+
+    def seconds(action) -> float:
+        runs = []
+        for _ in range(20):
+            start = time.perf_counter()
+            for _ in range(5):
+                action()
+            runs.append((time.perf_counter() - start) / 5)
+        return min(runs)
+
+    result, seen = execute_chunk(toy, actions), toy.observe()
+
+    def check():
+        check_step(result)
+        check_step(result)
+        check_chunk(result, 2)
+        assert view.problems(seen) == []
+
+    assert seconds(check) < 0.05 * seconds(lambda: (execute_chunk(toy, actions), toy.observe()))
+
+
 # ---- the checker ----
 
 
@@ -486,11 +586,17 @@ def test_a_batch_lives_in_one_process_and_is_replaced_when_all_its_episodes_are_
         ("leaks", "depend on the episode before it"),
         ("resets itself", "must not reset by itself"),
         ("no end", "no end of the episode within 20 chunks"),
-        ("reward", "the reward is not finite"),
+        (
+            "reward",
+            r"simulator 0 \(fake_simulator.Broken\) broke its contract: reward: nan: expected one finite number",
+        ),
         ("no words", "instruction='': the simulator must say in words"),
         ("bytes", "instruction=b'count'"),
         ("not finite", r"state: dims \[0, 1, 2, 3\] are not finite"),
-        ("late nan", r"key \('observation', 'state'\): not finite"),
+        (
+            "late nan",
+            r"simulator 0 \(fake_simulator.Broken\).*state: dims \[0, 1, 2, 3\] are not finite \(3 steps after",
+        ),
         ("float64", r"state_dim=4: the simulator gives float64 \(4,\)"),
         ("too long", r"state_dim=4: the simulator gives float32 \(5,\)"),
     ],

@@ -15,6 +15,7 @@ from envs.gymnasium import GymnasiumSimulator, PushTSimulator
 from nexus_lightning.demonstrations import RecorderHost
 from nexus_lightning.environment import SimulatorEnv, check_tenant_env, execute_chunk
 from nexus_lightning.schema import Normalizer, TenantSchema
+from nexus_lightning.simulator import ContractError
 
 PUSHT = "gym_pusht:gym_pusht/PushT-v0"
 needs_pusht = pytest.mark.skipif(
@@ -89,11 +90,12 @@ class DrawsFirst(gymnasium.Wrapper):
 def registered():
     gymnasium.register("Rail-v0", entry_point=Rail, max_episode_steps=6)
     gymnasium.register("RailWithoutLimit-v0", entry_point=Rail)
+    gymnasium.register("Careless-v0", entry_point=Careless, max_episode_steps=6)
     gymnasium.register(
         "RailDrawsFirst-v0", entry_point=lambda **kwargs: DrawsFirst(Rail(**kwargs)), max_episode_steps=6
     )
     yield
-    for name in ("Rail-v0", "RailWithoutLimit-v0", "RailDrawsFirst-v0"):
+    for name in ("Rail-v0", "RailWithoutLimit-v0", "RailDrawsFirst-v0", "Careless-v0"):
         del gymnasium.registry[name]
 
 
@@ -191,6 +193,74 @@ def test_a_success_key_of_its_own():
     missing.step(unit(0)[0])  # may be told at the end only
     with pytest.raises(ValueError, match=r"success_key='arrived' is not in info, which has \['parked'\]"):
         execute_chunk(missing, unit(4, 4, 4))
+
+
+class Careless(Rail):
+    """FAKE. ``wrong``: what its steps give instead, ``{view|reward|terminated|truncated|info: value}``."""
+
+    def __init__(self, wrong, observation="box", render_mode=None):
+        super().__init__(observation=observation, render_mode=render_mode)
+        self.wrong = wrong
+
+    def step(self, action):
+        given = dict(zip(("view", "reward", "terminated", "truncated", "info"), super().step(action), strict=True))
+        return tuple({**given, **self.wrong}.values())
+
+
+@pytest.mark.parametrize(
+    ("wrong", "says"),
+    [
+        ({"reward": float("nan")}, "reward: nan: expected one finite number"),
+        ({"reward": np.ones(2)}, r"reward: float64 \(2,\): expected one finite number"),
+        ({"terminated": None}, "terminated: None: expected a bool"),
+        ({"truncated": float("nan")}, "truncated: nan: expected a bool"),
+        ({"info": {"is_success": None}}, r"info\['is_success'\]: None: expected a bool"),
+        ({"info": {"success": float("nan")}}, r"info\['success'\]: nan: expected a bool"),
+        ({"info": {"success": "no"}}, r"info\['success'\]: 'no': expected a bool"),
+    ],
+)
+def test_what_is_no_reward_and_no_flag_is_not_taken_for_one(wrong, says):
+    sim = GymnasiumSimulator("Careless-v0", "drive", kwargs={"wrong": wrong})
+    sim.reset(0)
+    with pytest.raises(ContractError, match=says):
+        sim.step(unit(0)[0])
+
+
+def test_a_success_of_0_or_1_is_one():
+    """Meta-World's and Gymnasium-Robotics' are floats."""
+    for value in (1.0, np.float32(0), np.bool_(True), 1):
+        sim = GymnasiumSimulator("Careless-v0", "drive", kwargs={"wrong": {"info": {"is_success": value}}})
+        sim.reset(0)
+        assert sim.step(unit(0)[0]).success is bool(value)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "says"),
+    [
+        ("where", np.zeros((1, 1)), r"observation 'where': float64 \(1, 1\): expected float64 \(1,\)"),
+        ("clock", None, r"observation 'clock': nothing: expected float32 \(1, 2\)"),
+        ("seen", np.zeros((8, 12, 3)), r"observation 'seen': float64 \(8, 12, 3\): expected uint8 \(8, 12, 3\)"),
+        ("seen", np.zeros((8, 8, 3), np.uint8), r"observation 'seen': uint8 \(8, 8, 3\): expected uint8 \(8, 12, 3\)"),
+    ],
+)
+def test_parts_of_an_observation_stay_what_their_space_says(key, value, says):
+    env = Rail(observation="dict")
+    env.reset(seed=0)
+    view = {k: v for k, v in {**env._view(), key: value}.items() if v is not None}
+    sim = GymnasiumSimulator(
+        "Careless-v0",
+        "drive",
+        cameras=["front"],
+        image_size=16,
+        state_keys=["where", "clock"],
+        image_keys={"front": "seen"},
+        kwargs={"wrong": {"view": view}, "observation": "dict"},
+    )
+    sim.reset(0)
+    assert sim.observe()["state"].shape == (3,)
+    sim.step(unit(0)[0])
+    with pytest.raises(ContractError, match=says):
+        sim.observe()
 
 
 def test_time_limit_is_the_registered_one_or_the_horizon():

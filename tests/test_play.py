@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from envs.toy import ToySimulator
 from nexus_lightning.evaluation import evaluate
 from nexus_lightning.policy import load_policy
 from nexus_lightning.simulator import Simulator, StepResult
@@ -127,3 +128,26 @@ def test_the_pusht_tenants(tenant, tmp_path):
     (episode,) = main([*words, f"video={tmp_path}/pusht.mp4"])
     assert episode["episode_length"] == 5 and 0 <= episode["episode_return"] <= 5
     assert (tmp_path / "pusht.mp4").stat().st_size > 1000
+
+
+def test_a_simulator_that_breaks_its_contract_is_named(monkeypatch):
+    """Played with whatever actions: the result of every step, and what a policy would be shown."""
+
+    def observe(self, observe=ToySimulator.observe):
+        seen = observe(self)
+        return {**seen, "state": seen["state"][:1]} if self._steps >= 4 else seen
+
+    def step(self, action, step=ToySimulator.step):
+        result = step(self, action)
+        result.reward = float("nan")
+        return result
+
+    named = r"error: tenant 'toy': simulator 0 \(envs.toy.ToySimulator\) broke its contract: "
+    monkeypatch.setattr(ToySimulator, "observe", observe)
+    with pytest.raises(
+        SystemExit, match=rf"{named}state_dim=4: .*float32 \(1,\).*\(4 steps after the reset with seed 0\)"
+    ):
+        main(["tenant=toy", "actions=zero"])
+    monkeypatch.setattr(ToySimulator, "step", step)
+    with pytest.raises(SystemExit, match=f"{named}reward: nan: expected one finite number"):
+        main(["tenant=toy", "actions=zero"])

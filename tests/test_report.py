@@ -63,6 +63,31 @@ def test_summary_is_validated_and_written_whole(tmp_path):
     assert json.loads((tmp_path / "summary.json").read_text()) == written, "a refused summary changes nothing"
 
 
+@pytest.mark.parametrize("number", [float("nan"), float("inf")])
+def test_a_number_of_one_tenant_that_is_not_finite_costs_that_number_only(tmp_path, number):
+    bad = {**EVAL, "success_rate": number, "episode_return": number, "by_task": [{"episode_return": number}]}
+    run = _make_run(tmp_path / "run", ["libero", "maniskill"])
+    tenants = {"libero": _tenant(eval=bad, eval_first=FIRST), "maniskill": _tenant("rl")}
+    written = write_summary(run, tenants, True, {}, BUSY, extra=[number, (1.0, number)])
+
+    def refuse(constant):
+        raise AssertionError(f"{constant} is no JSON")
+
+    read = json.loads((run / "summary.json").read_text(), parse_constant=refuse)
+    assert read == written and read["extra"] == [None, [1.0, None]]
+    assert read["tenants"]["libero"]["eval"] == {
+        **EVAL,
+        "success_rate": None,
+        "episode_return": None,
+        "by_task": [{"episode_return": None}],
+    }
+    assert read["tenants"]["maniskill"]["eval"] == EVAL
+    for summary in (written, {**written, "tenants": tenants}):  # as written, and as it was before
+        lines = summary_table(summary).splitlines()
+        assert "30% -> - (n=20)" in lines[2] and "75% (n=20)" in lines[3]
+    assert "30% -&gt; - (n=20)" in write_report(run).read_text()
+
+
 def test_summary_table_shows_first_to_last(tmp_path):
     tenants = {"libero": _tenant(eval=None), "maniskill": _tenant("rl", eval_first=FIRST)}
     summary = write_summary(tmp_path, tenants, True, {"completed": 12, "dropped": 1, "failed": 0}, BUSY)

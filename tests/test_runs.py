@@ -11,11 +11,13 @@ import time
 from dataclasses import asdict, replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from fakes import FakeBackbone
 from fsspec import AbstractFileSystem
 
+from envs.toy import ToySimulator
 from models.heads.mlp import ChunkMLPHead
 from nexus_lightning import checkpoint
 from nexus_lightning.checkpoint import read_payload, resolve_payload, tensors_digest
@@ -175,6 +177,63 @@ def test_weights_that_are_not_finite_are_neither_published_nor_saved(toy):
     moments = {0: {"step": torch.tensor(3.0), "exp_avg_sq": torch.tensor([float("inf")])}}
     with pytest.raises(NonFiniteWeights, match=r"optimizer\.0\.exp_avg_sq"):
         slot.check_finite({"state": moments, "param_groups": []})
+class LateToy(ToySimulator):
+    """FAKE. From its third step on (the expert needs two) it gives one wrong value, see ``wrong``."""
+
+    def __init__(self, wrong, **arguments):
+        super().__init__(**arguments)
+        self.wrong = wrong
+
+    def step(self, action):
+        result = super().step(action)
+        if self._steps > 2 and self.wrong == "reward":
+            result.reward = float("nan")
+        return result
+
+    def observe(self):
+        seen = super().observe()
+        if self._steps > 2 and self.wrong == "state":
+            seen["state"] = seen["state"][:1]
+        if self._steps > 2 and self.wrong == "image":
+            seen["image"] = {"camera": seen["image"]["camera"] / np.float32(255)}
+        return seen
+
+
+def test_a_simulator_that_breaks_its_contract_costs_its_own_tenant_only(toy):
+    """In rollouts, in the evaluations of tenants that learn from data, and while these are recorded."""
+    config = toy(
+        "+tenants=[toy_sft]",
+        "+tenant@tenants.watched=toy_sft",
+        "+tenant@tenants.offline=toy_offline",
+        "+tenant@tenants.rolled=toy",
+        "+tenant@tenants.recorded=toy_offline",
+    )
+    config.tenants["offline"].dataset.record.random_share = 0.0  # else it breaks while it is recorded
+    wrong = {"watched": "reward", "offline": "state", "rolled": "image", "recorded": "reward"}
+    for name, what in wrong.items():
+        simulator = config.tenants[name].environment.simulator
+        config.tenants[name].environment.simulator = {
+            **simulator,
+            "_target_": f"{__name__}.LateToy",
+            "wrong": what,
+        }
+    summary = train(config)
+    tenants = json.loads((Path(summary["run_dir"]) / "summary.json").read_text())["tenants"]
+    assert tenants["toy_sft"]["quarantined"] is None and tenants["toy_sft"]["jobs_completed"] == 6
+    assert tenants["toy_sft"]["eval"]["n"] == 4
+    says = {
+        "watched": "reward: nan: expected one finite number",
+        "offline": "state_dim=4: the simulator gives float32 (1,), expected float32 (4,)",
+        "rolled": "image_size=32: 'camera' is float32 (3, 32, 32), expected uint8 (3, 32, 32)",
+        "recorded": "reward: nan: expected one finite number",
+    }
+    for name, words in says.items():
+        reason = tenants[name]["quarantined"]
+        assert f"tenant '{name}': simulator 0 ({__name__}.LateToy) broke its contract: {words}" in reason
+        assert tenants[name]["eval"] is None
+        assert reason in (Path(summary["run_dir"]) / "errors" / f"{name}.txt").read_text()
+    assert tenants["watched"]["jobs_completed"] == 6, "it was evaluated after its training"
+    assert tenants["recorded"]["jobs_completed"] == 0
 
 
 def test_an_averaged_head_is_what_is_served_and_it_resumes(toy):

@@ -25,7 +25,7 @@ import yaml
 
 from nexus_lightning.monitoring.banner import privileged_text, text_table
 from nexus_lightning.monitoring.events import SERVICES, ServiceTimes, event_end_s, read_events
-from nexus_lightning.monitoring.stats import duration_text, wilson_interval
+from nexus_lightning.monitoring.stats import duration_text, finite, wilson_interval
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -52,6 +52,8 @@ def write_summary(
 ) -> dict[str, Any]:
     """Check and write ``<run>/summary.json`` atomically; returns what was written.
 
+    A number of a tenant that is not finite is written as null: the other tenants' numbers must not be lost with it.
+
     Args:
         run_dir: the run folder.
         tenants: ``{name: {task, jobs_completed, optimizer_steps, policy_version, eval}}``; ``eval`` is
@@ -74,13 +76,15 @@ def write_summary(
             problems.append(f"utilisation.{service}={value!r}: must be a fraction in [0, 1]")
     if problems:
         raise ValueError("summary.json:\n" + "\n".join(problems))
-    summary = {
-        "tenants": {name: dict(tenant) for name, tenant in tenants.items()},
-        "backbone_unchanged": backbone_unchanged,
-        "jobs_by_state": dict(jobs_by_state),
-        "utilisation": dict(utilisation),
-        **extra,
-    }
+    summary = finite(
+        {
+            "tenants": tenants,
+            "backbone_unchanged": backbone_unchanged,
+            "jobs_by_state": jobs_by_state,
+            "utilisation": utilisation,
+            **extra,
+        }
+    )
     path = Path(run_dir) / "summary.json"
     temporary = path.with_suffix(".json.tmp")
     with temporary.open("w", encoding="utf-8") as file:
@@ -100,7 +104,7 @@ def _tenant_problems(name: str, tenant: Mapping[str, Any]) -> list[str]:
                 found.append(f"{where}.{key}: missing")
             elif not isinstance(values[key], accepted) or isinstance(values[key], bool):
                 found.append(f"{where}.{key}={values[key]!r}: must be {kind.__name__}")
-            elif kind is float and not 0 <= values[key] <= 1:
+            elif kind is float and math.isfinite(values[key]) and not 0 <= values[key] <= 1:
                 found.append(f"{where}.{key}={values[key]!r}: must lie in [0, 1]")
         return found
 
@@ -135,15 +139,19 @@ def success_text(last: Mapping | None, first: Mapping | None = None) -> str:
     if last is None:
         return "-"
     if first is None:
-        return f"{last['success_rate']:.0%} (n={last['n']})"
+        return f"{_percent(last['success_rate'])} (n={last['n']})"
     same = first["n"] == last["n"]
-    before = f"{first['success_rate']:.0%}" + ("" if same else f" (n={first['n']})")
-    return f"{before} -> {last['success_rate']:.0%} (n={last['n']})"
+    before = _percent(first["success_rate"]) + ("" if same else f" (n={first['n']})")
+    return f"{before} -> {_percent(last['success_rate'])} (n={last['n']})"
 
 
 def interval_text(evaluation: Mapping | None) -> str:
     """``53 % .. 89 %``; a dash when nothing was evaluated."""
-    return "-" if evaluation is None else f"{evaluation['ci_low']:.0%} .. {evaluation['ci_high']:.0%}"
+    return "-" if evaluation is None else f"{_percent(evaluation['ci_low'])} .. {_percent(evaluation['ci_high'])}"
+
+
+def _percent(share: float | None) -> str:
+    return "-" if share is None or not math.isfinite(share) else f"{share:.0%}"
 
 
 def _jobs_total(jobs_by_state: Mapping[str, Any]) -> dict[str, int]:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 from collections import deque
+from collections.abc import Mapping
+from typing import Any
 
 
 def wilson_interval(successes: int, n: int, z: float = 1.959964) -> tuple[float, float]:
@@ -76,6 +78,20 @@ class RunningMean:
     def value(self) -> float | None:
         """The mean, None before the first value."""
         return self._sum / self.count if self.count else None
+
+
+def finite(value: Any) -> Any:
+    """The same dicts, lists and numbers with None in place of NaN and infinities, which JSON does not have.
+
+    Example:
+        >>> finite({"return": [1.0, float("nan")], "n": 2})
+        {'return': [1.0, None], 'n': 2}
+    """
+    if isinstance(value, Mapping):
+        return {key: finite(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [finite(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def duration_text(seconds: float) -> str:

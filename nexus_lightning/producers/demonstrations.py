@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any, cast
@@ -14,7 +14,7 @@ from torch import Tensor
 from torchvision.transforms.v2 import functional
 
 from nexus_lightning.backbone import Backbone, FeatureSpec, VLAFeature, concatenate_features, sharing_key
-from nexus_lightning.config import AlgorithmConfig, AugmentationConfig, DatasetConfig
+from nexus_lightning.config import AlgorithmConfig, AugmentationConfig, ConfigError, DatasetConfig
 from nexus_lightning.conventions import DatasetConverter
 from nexus_lightning.features.reuse import PassCounter
 from nexus_lightning.features.store import FeatureEntry, FeatureStore, StoreKey, dataset_revision
@@ -29,9 +29,12 @@ from nexus_lightning.tenant import TenantSlot, derive_seed
 def open_dataset(config: DatasetConfig, schema: TenantSchema, root: Path | None) -> Any:
     """LeRobotDataset whose items carry ``schema.chunk`` actions and ``action_is_pad``.
 
+    A folder (``root``) is read as it is: what it lacks is never asked of the hub.
+
     Raises:
         ImportError: lerobot is missing, with the install line.
-        ValueError: fps differs from ``schema.control_hz``.
+        ConfigError: the dataset has fewer episodes than ``dataset.episodes``.
+        ValueError: fps differs from ``schema.control_hz``, or the folder lacks files of the episodes.
     """
     try:
         from lerobot.datasets.lerobot_dataset import LeRobotDataset, LeRobotDatasetMetadata
@@ -40,38 +43,59 @@ def open_dataset(config: DatasetConfig, schema: TenantSchema, root: Path | None)
     meta = LeRobotDatasetMetadata(config.repo_id, root=root)
     if abs(meta.fps - schema.control_hz) > 1e-6:
         raise ValueError(f"dataset {config.repo_id}: fps {meta.fps} differs from schema.control_hz={schema.control_hz}")
+    if config.episodes is not None and config.episodes > meta.total_episodes:
+        where = config.repo_id if root is None else root
+        raise ConfigError([f"dataset.episodes={config.episodes}: dataset {where} has {meta.total_episodes}"])
+    episodes = None if config.episodes is None else list(range(config.episodes))
+    if root is not None:
+        _check_files(meta, root, range(meta.total_episodes) if episodes is None else episodes)
     # A delta is taken from the state at the action's own step, so a conversion needs the states of the whole chunk.
     keys = ["action", "observation.state"] if DatasetConverter(schema, config.conventions).needs_states else ["action"]
     return LeRobotDataset(
         config.repo_id,
         root=root,
-        episodes=None if config.episodes is None else list(range(config.episodes)),
+        episodes=episodes,
         delta_timestamps={key: [i / meta.fps for i in range(schema.chunk)] for key in keys},
         video_backend="pyav",
     )
 
 
+def _check_files(meta: Any, root: Path, episodes: Sequence[int]) -> None:
+    """LeRobot would download a file that is missing."""
+    files = {meta.get_data_file_path(e) for e in episodes}
+    files |= {meta.get_video_file_path(e, key) for e in episodes for key in meta.video_keys}
+    if missing := sorted(str(file) for file in files if not (root / file).is_file()):
+        raise ValueError(f"dataset {root}: {len(missing)} of its files are missing, for example {missing[0]}")
+
+
 def dataset_stats(
     dataset: Any, config: DatasetConfig, schema: TenantSchema
 ) -> tuple[NormalizationStats, NormalizationStats]:
-    """State and (internal-convention) action statistics of a LeRobotDataset.
+    """State and (internal-convention) action statistics of the episodes that ``dataset`` was opened with.
 
-    LeRobot's own statistics, mapped through the gripper convention. Where rotation or delta convention change, they do
-    not map; the statistics are then computed from all converted actions.
+    Of a whole dataset they are LeRobot's own, mapped through the gripper convention. Of some of its episodes, and of
+    actions whose rotation or delta convention changes (which statistics do not map through), they are computed from the
+    frames.
 
     Raises:
         ValueError: the dataset lacks a statistic that the schema's normalisation needs, or its actions are not what
             ``dataset.conventions`` says.
     """
     converter = DatasetConverter(schema, config.conventions)
-    state = _stored_stats(dataset, config, "observation.state", "state", schema.state_normalization)
+    whole = config.episodes is None or config.episodes == dataset.meta.total_episodes
+    if whole and not converter.changes_pose:
+        state = _stored_stats(dataset, config, "observation.state", "state", schema.state_normalization)
+        action = _stored_stats(dataset, config, "action", "action", schema.action_normalization)
+        return state, action.mapped(converter.actions)
+    actions, states = _vectors(dataset, "action", "observation.state")
+    if whole:
+        state = _stored_stats(dataset, config, "observation.state", "state", schema.state_normalization)
+    else:
+        state = NormalizationStats.of(states)
     if converter.changes_pose:
-        columns = dataset.hf_dataset.select_columns(["action", "observation.state"]).with_format("torch")
-        actions, states = (columns[:][key].float() for key in ("action", "observation.state"))
         converter.check_absolute(actions, states)
         return state, NormalizationStats.of(converter.actions(actions, states))
-    stored = _stored_stats(dataset, config, "action", "action", schema.action_normalization)
-    return state, stored.mapped(converter.actions)
+    return state, NormalizationStats.of(actions).mapped(converter.actions)
 
 
 def _stored_stats(dataset: Any, config: DatasetConfig, key: str, name: str, mode: str) -> NormalizationStats:
@@ -135,6 +159,10 @@ class DemonstrationReader:
             steps = transitions(dataset, algorithm.gamma, schema.execute)
             self.next_row = steps.pop("next_row")
             self.table.update(steps)
+        vectors = ["observation.state", "action"]
+        reward = [] if algorithm is None else [k for k in REWARD_COLUMNS if k in dataset.hf_dataset.column_names][:1]
+        #: Why these data cannot be trained on. Raised by the first read: that takes out this tenant alone.
+        self.fault = not_finite(dataset, [*vectors, *reward])
         self._seen = torch.zeros(self.views, len(dataset), dtype=torch.bool)
         self.entry: FeatureEntry | None = None
         if store is not None:
@@ -170,8 +198,12 @@ class DemonstrationReader:
 
         Returns:
             False when ``stopping`` said so before the end.
+
+        Raises:
+            ValueError: states, actions or rewards of the dataset are not finite.
         """
         assert self.entry is not None
+        self._refuse_fault()
         begin = 0.0 if share is None else (share.index or 0) / share.count
         return self.entry.warm_up(range(self.views), stopping, progress, begin)
 
@@ -185,7 +217,11 @@ class DemonstrationReader:
         Returns:
             ``actions`` (internal convention) and ``is_pad``; with a store ``features`` and ``state``, without one
             ``observation`` (images, state) and ``language_instruction``. Offline RL: what the constructor says.
+
+        Raises:
+            ValueError: states, actions or rewards of the dataset are not finite.
         """
+        self._refuse_fault()
         batch, count = cast(TensorDict, self.table[rows]), len(rows)
         if self.next_row is not None:
             following = self.next_row[rows]
@@ -207,6 +243,10 @@ class DemonstrationReader:
         batch["observation"] = observation
         batch["language_instruction"] = string_column([item["task"] for item in items])
         return batch
+
+    def _refuse_fault(self) -> None:
+        if self.fault is not None:
+            raise ValueError(self.fault)
 
     def _key(self, camera: str) -> str:
         return self.config.camera_keys.get(camera, f"observation.images.{camera}")
@@ -244,15 +284,33 @@ def low_dim_table(dataset: Any, schema: TenantSchema, converter: DatasetConverte
         ``[N]``: ``state`` ``[N, S]`` float32, ``actions`` ``[N, T, A]`` in the internal convention, ``is_pad``
         ``[N, T]``: steps beyond the episode repeat its last action, as LeRobotDataset's own ``delta_timestamps`` do.
     """
-    columns = ["action", "observation.state", "episode_index"]
-    frames = dataset.hf_dataset.select_columns(columns).with_format("torch")[:]
-    action, state = (torch.as_tensor(frames[key]).float() for key in ("action", "observation.state"))
-    episode = torch.as_tensor(frames["episode_index"])
+    action, state = _vectors(dataset, "action", "observation.state")
+    (episode,) = _columns(dataset)
     last = _last_rows(episode)
     step = torch.arange(len(action)).unsqueeze(1) + torch.arange(schema.chunk)
     rows = torch.minimum(step, last.unsqueeze(1))
     actions = converter.actions(action[rows], state[rows] if converter.needs_states else state)
     return TensorDict({"state": state, "actions": actions, "is_pad": step > last.unsqueeze(1)}, [len(action)])
+
+
+def _vectors(dataset: Any, *keys: str) -> list[Tensor]:
+    """Columns of vectors, float32 ``[N, D]`` each. LeRobot keeps a vector of length 1 as a scalar."""
+    frames = dataset.hf_dataset.select_columns(list(keys)).with_format("torch")[:]
+    return [torch.as_tensor(frames[key]).float().reshape(len(frames[key]), -1) for key in keys]
+
+
+def not_finite(dataset: Any, keys: Sequence[str]) -> str | None:
+    """Names the first frame in which one of these columns is NaN or infinite; None: there is none."""
+    for key, values in zip(keys, _vectors(dataset, *keys), strict=True):
+        bad = (~values.isfinite()).any(1).nonzero().flatten().tolist()
+        if bad:
+            frame = dataset.hf_dataset.select_columns(["episode_index", "frame_index"])[bad[0]]
+            return (
+                f"dataset {dataset.repo_id}: {key!r} of episode {int(frame['episode_index'])}, frame "
+                f"{int(frame['frame_index'])} is {values[bad[0]].tolist()}, in all {len(bad)} frames are not finite; "
+                "mend or delete these episodes"
+            )
+    return None
 
 
 def _last_rows(episode: Tensor) -> Tensor:

@@ -13,6 +13,10 @@ there, or run it from the package::
   ``image_orientation``, ``horizon``;
 - a Gymnasium environment with a float Box as actions (-1 and +1 are its bounds): see :class:`GymnasiumAdapter`.
 
+Every step and observation is checked: a finite reward, bools, a finite float32 state and uint8 images in the shapes of
+the first reset. What breaks that is answered by 500 ``simulator_contract`` with the field, what came and what is
+expected, and ends the session.
+
 Every session has a simulator of its own in a process of its own (``--threads``: in a thread, for light ones), always
 called from one and the same thread, because rendering contexts belong to threads. Sessions step in parallel; the calls
 of one session wait for each other.
@@ -92,6 +96,34 @@ def lost(message: str) -> ServerError:
 # ---- the simulator and the process or thread it lives in ----
 
 
+class ContractBroken(Exception):
+    """A simulator gave what its contract does not allow: the field, what came and what is expected."""
+
+
+#: Rewards are summed and trained on in float32.
+LARGEST_REWARD = float(np.finfo(np.float32).max)
+NUMBERS = (bool, int, float, np.bool_, np.integer, np.floating)
+
+
+def as_number(name: str, value: Any) -> float:
+    if not isinstance(value, NUMBERS) or not abs(float(value)) <= LARGEST_REWARD:
+        raise ContractBroken(f"{name}: {_shown(value)}: expected one finite number")
+    return float(value)
+
+
+def as_flag(name: str, value: Any) -> bool:
+    """A bool, or a 0 or 1 that stands for one."""
+    if not isinstance(value, NUMBERS) or value not in (0, 1):
+        raise ContractBroken(f"{name}: {_shown(value)}: expected a bool")
+    return bool(value)
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, np.ndarray) and value.ndim:
+        return f"{value.dtype} {value.shape}"
+    return repr(value)[:80]
+
+
 class GymnasiumAdapter:
     """A Gymnasium environment behind the contract of a simulator.
 
@@ -125,8 +157,10 @@ class GymnasiumAdapter:
             raise ValueError(f"an action of {action.size} dims; the environment has {self.low.size}")
         native = (self.low + (action.astype(np.float64) + 1) / 2 * self.range).reshape(space.shape)
         self.observation, reward, terminated, truncated, info = self.env.step(native.astype(space.dtype))
-        success = info.get("is_success", info.get("success", bool(terminated) and float(reward) > 0))
-        return _Step(float(reward), bool(success), bool(terminated), bool(truncated) and not terminated)
+        reward, terminated = as_number("reward", reward), as_flag("terminated", terminated)
+        success = info.get("is_success", info.get("success", terminated and reward > 0))
+        truncated = as_flag("truncated", truncated) and not terminated
+        return _Step(reward, as_flag("info's success", success), terminated, truncated)
 
     def observe(self) -> dict[str, Any]:
         seen = self.observation if isinstance(self.observation, dict) else {"camera": self.observation}
@@ -166,6 +200,7 @@ class SimulatorHost:
     """Answers commands on one simulator; lives in the process or thread of a session."""
 
     def __init__(self, target: str, arguments: dict[str, Any]) -> None:
+        self.shapes: dict[str, tuple[int, ...]] | None = None  # of the first observation
         built = load_factory(target)(**arguments)
         self.sim = built if hasattr(built, "observe") else GymnasiumAdapter(built)
 
@@ -192,7 +227,12 @@ class SimulatorHost:
         rewards, success = [], False
         for action in actions:
             step = self.sim.step(action)
-            rewards.append(float(step.reward))
+            for name in ("reward", "success", "terminated", "truncated"):
+                if not hasattr(step, name):
+                    raise ContractBroken(f"step: {_shown(step)}: expected an object with {name}")
+                if name != "reward" and not isinstance(getattr(step, name), (bool, np.bool_)):
+                    raise ContractBroken(f"{name}: {_shown(getattr(step, name))}: expected a bool")
+            rewards.append(as_number("reward", step.reward))
             success = success or bool(step.success)
             if step.terminated or step.truncated:
                 break
@@ -209,14 +249,26 @@ class SimulatorHost:
 
     def _observe(self) -> dict[str, Any]:
         seen = self.sim.observe()
+        if not isinstance(seen, dict) or "state" not in seen:
+            raise ContractBroken(f"observation: {_shown(seen)}: expected a dict of image, state and instruction")
         state = np.asarray(seen["state"])
         if state.ndim != 1 or state.dtype != np.float32:
-            raise ValueError(f"observe() gives a state of {state.dtype} {state.shape}: use float32 [S]")
+            raise ContractBroken(f"state: {state.dtype} {state.shape}: expected float32 (S,)")
+        if not np.isfinite(state).all():
+            raise ContractBroken(f"state: {state.tolist()}: expected finite numbers")
         images = {camera: np.asarray(image) for camera, image in seen.get("image", {}).items()}
         for camera, image in images.items():
             if image.dtype != np.uint8 or image.ndim != 3 or image.shape[0] != 3:
-                raise ValueError(f"observe() gives {camera!r} as {image.dtype} {image.shape}: use uint8 [3, H, W]")
-        return {"image": images, "state": state, "instruction": str(seen["instruction"])}
+                raise ContractBroken(f"image {camera!r}: {image.dtype} {image.shape}: expected uint8 (3, H, W)")
+        shapes = {"state": state.shape, **{"image " + camera: image.shape for camera, image in images.items()}}
+        if self.shapes is None:
+            self.shapes = shapes
+        if shapes != self.shapes:
+            raise ContractBroken(f"observation: {shapes}: expected {self.shapes}, as at the first reset")
+        text = seen.get("instruction")
+        if not (isinstance(text, str) and text):
+            raise ContractBroken(f"instruction: {_shown(text)}: expected words that say what to do")
+        return {"image": images, "state": state, "instruction": text}
 
 
 def run_host(pipe: Any, target: str, arguments: dict[str, Any]) -> None:
@@ -232,6 +284,8 @@ def run_host(pipe: Any, target: str, arguments: dict[str, Any]) -> None:
             if command == "stop":
                 break
             pipe.send(("ok", getattr(host, command)(*values)))
+    except ContractBroken as error:
+        pipe.send(("contract", str(error)))
     except Exception:  # also an OSError: a simulator that misses a file says which
         try:
             pipe.send(("error", traceback.format_exc()))
@@ -258,6 +312,7 @@ class Worker:
     """The process or thread of one session; any failure ends it."""
 
     def __init__(self, target: str, arguments: dict[str, Any], threads: bool) -> None:
+        self.target = target
         context = multiprocessing.get_context("spawn")
         self.pipe, theirs = context.Pipe()
         self.process: Any = None
@@ -276,7 +331,7 @@ class Worker:
     def call(self, command: str, *values: Any, timeout_s: float) -> Any:
         """
         Raises:
-            ServerError: ``simulator_error`` with its traceback, or ``session_lost``.
+            ServerError: ``simulator_contract``, ``simulator_error`` with its traceback, or ``session_lost``.
         """
         try:
             try:
@@ -290,8 +345,10 @@ class Worker:
         except (EOFError, OSError):
             self.close(kill=True)
             raise lost("the simulator's process ended") from None
-        if status == "error":
+        if status != "ok":
             self.close()
+            if status == "contract":
+                raise ServerError(500, "simulator_contract", f"simulator {self.target} broke its contract: {answer}")
             raise ServerError(500, "simulator_error", "the simulator raised\n" + answer)
         return answer
 
@@ -379,7 +436,10 @@ class Sessions:
             worker = Worker(self.factories[name], arguments, self.threads)
             described = worker.call("describe", _seed(meta, 0), timeout_s=self.open_timeout_s)
         except ServerError as error:
-            if error.kind == "simulator_error":  # most likely the arguments: nothing to be retried
+            if error.kind in (
+                "simulator_error",
+                "simulator_contract",
+            ):  # most likely the arguments: nothing to be retried
                 raise invalid(f"environment {name!r} cannot be built\n{error.message}") from None
             raise
         finally:

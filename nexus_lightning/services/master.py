@@ -49,6 +49,7 @@ from nexus_lightning.features.reuse import PassCounter
 from nexus_lightning.inference.client import TenantPolicyClient
 from nexus_lightning.memory import Admission, free_bytes, head_memory, keep_freed_memory
 from nexus_lightning.module import MultiTenantModule
+from nexus_lightning.monitoring.stats import finite
 from nexus_lightning.producers.demonstrations import DemonstrationReader, dataset_stats, open_dataset
 from nexus_lightning.producers.evaluation import evaluate_policy, list_episodes, result_dict, summarise
 from nexus_lightning.queues.training import BatchMeta
@@ -655,7 +656,7 @@ class Master(LowLevelVerbs):
         result = result_dict(summarise(name, version, episodes))
         numbers_only = {k: float(v) for k, v in result.items() if isinstance(v, int | float) and v is not True}
         runtime.log(name, "eval", numbers_only)
-        return {"status": "completed", "result": _headline(result)}
+        return {"status": "completed", "result": finite(_headline(result))}
 
     # ---------------------------------------------------------------------------------------------- payloads
 

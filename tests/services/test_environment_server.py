@@ -12,7 +12,9 @@ import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -34,7 +36,7 @@ from nexus_lightning.services.errors import (
     Unauthorized,
     error_from_json,
 )
-from nexus_lightning.simulator import Simulator, StepResult, execute_chunk
+from nexus_lightning.simulator import ContractError, Simulator, StepResult, execute_chunk
 
 SCHEMA = TenantSchema(cameras=("camera",), image_size=32, state_dim=4, action_dim=2, chunk=3, execute=3, gripper="none")
 
@@ -389,6 +391,96 @@ def test_a_simulator_that_raises_says_so(server, monkeypatch, error):
         remote.execute(np.ones((3, 2), np.float32))
     assert not isinstance(caught.value, Gone | EpisodeLost) and len(server.sessions) == 0
     remote.reset(1)  # in a new session
+
+
+class Wrong(Counting):
+    """FAKE. From its second step on ``what`` is ``value``, of the step or of the observation."""
+
+    what, value = "", None
+
+    def step(self, action):
+        result = super().step(action)
+        if self.count == 2 and hasattr(result, self.what):
+            setattr(result, self.what, self.value)
+        return result
+
+    def observe(self):
+        seen = super().observe()
+        return {**seen, self.what: self.value} if self.count >= 2 and self.what in seen else seen
+
+
+@pytest.mark.parametrize(
+    ("what", "value", "says"),
+    [
+        ("reward", float("nan"), "reward: nan: expected one finite number"),
+        ("success", None, "success: None: expected a bool"),
+        ("truncated", 1.0, "truncated: 1.0: expected a bool"),
+        ("state", np.array([1, np.inf], np.float32), r"state: \[1.0, inf\]: expected finite numbers"),
+        ("state", np.ones(1, np.float32), r"observation: {'state': \(1,\)}: expected {'state': \(2,\)}, as at the"),
+        ("image", {"new": np.zeros((3, 8, 8), np.uint8)}, r"'image new': \(3, 8, 8\)}: expected {'state': \(2,\)}"),
+        ("image", {"new": np.zeros((3, 8, 8))}, r"image 'new': float64 \(3, 8, 8\): expected uint8 \(3, H, W\)"),
+        ("instruction", "", "instruction: '': expected words"),
+    ],
+)
+def test_a_simulator_that_breaks_its_contract_says_how_and_ends_its_session(server, monkeypatch, what, value, says):
+    monkeypatch.setattr(Wrong, "what", what)
+    monkeypatch.setattr(Wrong, "value", value)
+    server.sessions.factories["wrong"] = f"{__name__}:Wrong"
+    schema = replace(SCHEMA, cameras=(), state_dim=2)
+    config = {"_target_": "envs.remote.RemoteSimulator", "url": server.url, "name": "wrong"}
+    env = SimulatorEnv(config, schema, Normalizer(schema), tenant="blue", inline=True)
+    try:
+        td = env.reset().set(("vla_action", "chunk"), torch.zeros(1, 3, 2))
+        broke = r"tenant 'blue': simulator 0 \(envs.remote.RemoteSimulator\) broke its contract: http://.*Wrong broke"
+        with pytest.raises(ContractError, match=rf"{broke} its contract: .*{says}"):
+            env.step(td)
+        assert len(server.sessions) == 0
+    finally:
+        env.close()
+
+
+@pytest.mark.parametrize(
+    ("meta", "rewards", "says"),
+    [
+        ({"success": None}, [0.0], "success: None: expected a bool"),
+        ({"terminated": "no"}, [0.0], "terminated: 'no': expected a bool"),
+        ({}, [np.nan], "reward: nan: expected one finite number"),
+        ({}, [], r"rewards: float64 \(0,\): expected one for each executed of 2 actions"),
+        ({}, [0.0] * 3, r"rewards: float64 \(3,\): expected one for each executed of 2 actions"),
+        ({}, [0.0], r"executed: \[True, False\]"),
+    ],
+)
+def test_a_server_of_somebody_else_is_not_believed(server, monkeypatch, meta, rewards, says):
+    remote = RemoteSimulator(server.url, "count")
+    remote.reset(1)
+    whole = {"success": False, "terminated": False, "truncated": False, "instruction": "count", **meta}
+    answer = Message(whole, {"rewards": np.array(rewards), "state": np.zeros(2, np.float32)})
+    monkeypatch.setattr(remote, "_request", lambda *args, **kwargs: answer)
+    with pytest.raises(ContractError, match=says):
+        remote.execute(np.zeros((2, 2), np.float32))
+    monkeypatch.undo()
+    remote.close()
+
+
+def test_a_gymnasium_environment_is_held_to_the_contract():
+    class Env:  # FAKE
+        action_space = SimpleNamespace(low=-np.ones(1), high=np.ones(1), shape=(1,), dtype=np.float32)
+        unwrapped = SimpleNamespace(instruction="go")
+        given = (np.zeros(2), 0.0, False, False, {})
+
+        def step(self, action):
+            return self.given
+
+    env = Env()
+    adapter = GymnasiumAdapter(env)
+    for given, says in [
+        ((np.zeros(2), float("nan"), False, False, {}), "reward: nan"),
+        ((np.zeros(2), 0.0, None, False, {}), "terminated: None"),
+        ((np.zeros(2), 0.0, False, False, {"is_success": float("nan")}), "info's success: nan"),
+    ]:
+        env.given = given
+        with pytest.raises(environment_server.ContractBroken, match=says):
+            adapter.step(np.zeros(1))
 
 
 def test_one_that_failed_before_it_was_asked_says_why():
