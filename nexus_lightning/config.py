@@ -77,6 +77,9 @@ class ConfigError(ValueError):
         self.problems = problems
         super().__init__("the configuration cannot run:\n" + "\n".join(f"  - {p}" for p in problems))
 
+    def __reduce__(self):  # rank 0 tells it to the others
+        return ConfigError, (self.problems,)
+
 
 @dataclass
 class SchemaConfig:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import re
 import shutil
 from dataclasses import asdict, replace
@@ -181,6 +182,11 @@ def test_what_hydra_refuses_is_told_in_our_words(compose, arguments, expected):
         compose("+tenants=[toy]", *arguments)
     found = composition_error(error.value, ROOT / "conf", ["+tenants=[toy]", *arguments])
     assert len(found.problems) == 1 and expected in found.problems[0], found
+
+
+def test_a_refusal_is_the_same_on_every_rank():
+    error = ConfigError(["seed=1: a", "seed=2: b"])
+    assert str(pickle.loads(pickle.dumps(error))) == str(error)
 
 
 def test_two_tenants_with_one_name_are_refused(compose):
