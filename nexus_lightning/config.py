@@ -1,13 +1,16 @@
 """Typed schema of ``conf/`` and whole-config validation before anything is built.
 
 YAML holds values and their comments, this file holds names and types. ``register_configs`` puts the root dataclass into
-Hydra's ConfigStore, so unknown keys and wrong types fail at composition with the full key; :func:`validate` finds
-everything else (missing values, impossible schemas, unknown head arguments, absent packages and datasets, camera
-mismatches) and lists all of it in one :class:`ConfigError`.
+Hydra's ConfigStore, so unknown keys and wrong types fail at composition with the full key. Where Hydra lets a key in
+that no dataclass has (``+`` and ``++`` open any node), :func:`known_keys` finds it; :func:`validate` finds everything
+else (missing values, impossible schemas, unknown head arguments, absent packages and datasets, camera mismatches). Both
+list all of it in one :class:`ConfigError`.
 """
 
 from __future__ import annotations
 
+import difflib
+import functools
 import hashlib
 import importlib.util
 import inspect
@@ -15,16 +18,20 @@ import json
 import math
 import os
 import re
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field, is_dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields, is_dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args, get_origin, get_type_hints
 
 import torch
 from hydra import compose, initialize_config_dir
 from hydra.core.config_store import ConfigStore
+from hydra.core.global_hydra import GlobalHydra
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.errors import HydraException, MissingConfigException
 from hydra.utils import get_class
 from omegaconf import MISSING, DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 
 from nexus_lightning.backbone import Backbone
 from nexus_lightning.conventions import DatasetConventions, DatasetConverter
@@ -48,6 +55,8 @@ OPTIMIZER_KEYS = (
     "ema_decay",
     "kind",
 )
+#: Arguments of every head that are not its YAML's: the tenant's schema and the backbone say what they are.
+HEAD_ARGUMENTS = ("feature_spec", "schema", "backbone")
 LR_SCHEDULES = ("constant", "cosine")
 ALGORITHM_CHOICES = {
     "name": ("ppo", "grpo", "reinforce", "awr", "iql"),
@@ -67,6 +76,9 @@ class ConfigError(ValueError):
     def __init__(self, problems: list[str]) -> None:
         self.problems = problems
         super().__init__("the configuration cannot run:\n" + "\n".join(f"  - {p}" for p in problems))
+
+    def __reduce__(self):  # rank 0 tells it to the others
+        return ConfigError, (self.problems,)
 
 
 @dataclass
@@ -377,6 +389,88 @@ def compose_config(conf_dir: Path, overrides: Sequence[str]) -> NexusConfig:
     return to_config(cfg, conf_dir / "head", overrides)
 
 
+def composition_error(error: Exception, conf_dir: Path, overrides: Sequence[str]) -> ConfigError:
+    """What Hydra says about a command line that it does not compose, in our words: everything that is wrong with it."""
+    if isinstance(error, MissingConfigException) and error.missing_cfg_file is not None:
+        group, _, name = error.missing_cfg_file.rpartition("/")
+        choices = error.options or sorted(file.stem for file in (conf_dir / group).glob("*.yaml"))
+        return ConfigError([_unknown_choice(group or "config", name, choices)])
+    try:
+        if problems := override_problems(conf_dir, overrides):
+            return ConfigError(problems)
+    except (HydraException, OmegaConfBaseException):
+        pass  # it cannot be read without Hydra either: its own words
+    words = [
+        str(part).splitlines()[0].rstrip(":") for part in (error, error.__cause__) if part is not None and str(part)
+    ]
+    return ConfigError([": ".join(words) or repr(error)])
+
+
+def _unknown_choice(key: str, name: str, choices: Sequence[str]) -> str:
+    nearest = difflib.get_close_matches(name, choices)
+    hint = f"did you mean {' or '.join(nearest)}? " if nearest else ""
+    return f"{key}={name}: no such {key.rsplit('.', 1)[-1]}; {hint}choose one of {', '.join(choices)}"
+
+
+def override_problems(conf_dir: Path, overrides: Sequence[str]) -> list[str]:
+    """What is wrong with a command line that Hydra does not compose: all of it, where Hydra ends at the first mistake.
+
+    Hydra chooses the files of the config groups and merges them without the schema; that, and the values of the
+    overrides, come after it.
+
+    Raises:
+        HydraException: the groups themselves, or the words of an override, cannot be read.
+    """
+    overrides = head_overrides([*overrides])
+    parsed = OverridesParser.create().parse_overrides(overrides)
+    if any(each.is_sweep_override() for each in parsed):
+        return []  # of which trial?
+    schema = OmegaConf.structured(NexusConfig)
+    ConfigStore.instance().store(name="nexus_config", node=OmegaConf.create(OmegaConf.to_container(schema)))
+    try:
+        with initialize_config_dir(str(conf_dir), version_base="1.3"):
+            options = GlobalHydra.instance().config_loader().get_group_options
+            settings = [
+                each
+                for each in parsed
+                if not (each.is_delete() or each.package or each.key_or_group.startswith("hydra."))
+                and not options(each.key_or_group)
+            ]
+            cfg = compose("config", overrides=[each.input_line or "" for each in parsed if each not in settings])
+    finally:
+        register_configs()
+    known, problems = known_keys(OmegaConf.to_container(cfg), NexusConfig)
+    try:
+        values = OmegaConf.to_container(OmegaConf.merge(schema, known))
+        problems += [problem for each in settings if (problem := _put(values, each.key_or_group, each.value()))]
+        known, unknown = known_keys(values, NexusConfig)
+        problems += unknown
+        cfg = OmegaConf.merge(schema, known)
+        assert isinstance(cfg, DictConfig)
+        validate(to_config(cfg, conf_dir / "head", overrides))
+    except ConfigError as error:
+        problems += error.problems
+    except OmegaConfBaseException as error:
+        problems.append(f"{error.full_key}: {str(error).splitlines()[0]}")
+    return problems
+
+
+def _put(values: Any, key: str, value: Any) -> str | None:
+    """Set a dotted key, known or not; returns why that cannot be done."""
+    *parents, last = key.split(".")
+    if parents[:1] == ["tenants"] and (tenant := [*parents, last][1]) not in values["tenants"]:
+        return no_such_key("tenants", f"tenants.{tenant}", {} if parents[1:] else value, list(values["tenants"]))
+    node = values
+    for depth, parent in enumerate(parents):
+        node = node.setdefault(parent, {})
+        if not isinstance(node, dict):
+            where = ".".join(parents[: depth + 1])
+            fix = "null here; give it in a YAML file, for example an experiment" if node is None else f"{node!r}"
+            return f"{key}={value!r}: {where} is {fix}"
+    node[last] = value
+    return None
+
+
 def to_config(cfg: DictConfig, head_dir: Path | None = None, overrides: Sequence[str] = ()) -> NexusConfig:
     """Composed Hydra config -> typed objects.
 
@@ -391,10 +485,12 @@ def to_config(cfg: DictConfig, head_dir: Path | None = None, overrides: Sequence
             that the tenant ends up with.
 
     Raises:
-        ConfigError: a ``???`` value was not given, or a head file does not exist; all listed.
+        ConfigError: a key that nothing reads, a ``???`` value that was not given, or a head file that does not exist;
+            all listed, and with unknown keys everything that :func:`validate` finds in the rest.
     """
     cfg = cfg.copy()
-    problems = []
+    _, problems = known_keys(OmegaConf.to_container(cfg), NexusConfig)
+    unknown = len(problems)
     matches = [re.fullmatch(r"\+{0,2}tenants\.([^.=]+)\.head\.(\w+)(?:\..+)?=.*", o, re.DOTALL) for o in overrides]
     asked = {(match[1], match[2]) for match in matches if match and match[2] != "_new_"}
     for name in cfg.tenants:
@@ -410,26 +506,93 @@ def to_config(cfg: DictConfig, head_dir: Path | None = None, overrides: Sequence
             given = {} if isinstance(head, str) else {k: head[k] for k in head if (name, k) in asked}
             tenant.head = {**OmegaConf.to_container(OmegaConf.load(file)), **new, **given}  # type: ignore[dict-item]
         else:
-            choices = ", ".join(sorted(p.stem for p in file.parent.glob("*.yaml")))
-            problems.append(f"tenants.{name}.head={file.stem}: no such head; choose one of {choices}")
+            choices = sorted(p.stem for p in file.parent.glob("*.yaml"))
+            problems.append(_unknown_choice(f"tenants.{name}.head", file.stem, choices))
     for key in sorted(OmegaConf.missing_keys(cfg)):
         problems.append(f"{key}: a value is required")
-    if problems:
+    if len(problems) > unknown:
         raise ConfigError(problems)
     config = OmegaConf.to_object(cfg)
     assert isinstance(config, NexusConfig)
+    if problems:
+        try:
+            validate(config)
+        except ConfigError as error:
+            problems += error.problems
+        raise ConfigError(problems)
     return config
 
 
+def no_such_key(owner: str, key: str, value: Any, valid: Sequence[str]) -> str:
+    """The line about a key that nothing reads: its whole name, its value, the nearest keys that there are, and all."""
+    nearest = difflib.get_close_matches(key.rsplit(".", 1)[-1], valid, cutoff=0.5)
+    hint = f"did you mean {' or '.join(nearest)}? " if nearest else ""
+    return f"{key}={value!r}: {owner} has no such key; {hint}valid keys: {', '.join(valid)}"
+
+
+def known_keys(values: Any, cls: type, key: str = "") -> tuple[dict[str, Any], list[str]]:
+    """What of a plain mapping the dataclass ``cls`` has, and a line for every other key, at any depth.
+
+    The schema is closed here, wherever a key came from: ``+`` and ``++`` add to structured nodes, whose conversion to
+    dataclasses then keeps the key as an attribute that nothing reads. Values of type ``Any`` (heads, backbone,
+    simulator, logger, recipe) are closed by :func:`validate`, which knows what their keys mean.
+    """
+    known, problems, hints = {}, [], _hints(cls)
+    for name, value in values.items():
+        where = f"{key}.{name}" if key else str(name)
+        if name not in hints:
+            problems.append(no_such_key(key or "the configuration", where, value, list(hints)))
+            continue
+        inner, by_name = hints[name]
+        if inner is not None and isinstance(value, Mapping):
+            parts = {f"{where}.{n}": (n, part) for n, part in value.items()} if by_name else {where: (name, value)}
+            found = {n: known_keys(part, inner, path) for path, (n, part) in parts.items() if isinstance(part, Mapping)}
+            problems += [problem for _, lines in found.values() for problem in lines]
+            kept = {n: part for n, (part, _) in found.items()}
+            value = {**value, **kept} if by_name else kept[name]
+        known[name] = value
+    return known, problems
+
+
+@functools.cache
+def _hints(cls: type) -> dict[str, tuple[type | None, bool]]:
+    """Per field the dataclass that it holds, if any, and whether as the values of a dict."""
+    types, out = get_type_hints(cls), {}
+    for each in fields(cls):
+        hint = types[each.name]
+        by_name = get_origin(hint) is dict
+        choices = get_args(hint)[1:] if by_name else get_args(hint) or (hint,)
+        out[each.name] = next((choice for choice in choices if is_dataclass(choice)), None), by_name
+    return out
+
+
+def object_of(cls: type, values: Any, key: str) -> Any:
+    """A plain mapping -> an object of the dataclass ``cls``.
+
+    Raises:
+        ConfigError: unknown keys (all of them), a value of another type, missing values (all); every key after ``key``.
+    """
+    if not isinstance(values, Mapping):
+        raise ConfigError([f"{key}={values!r}: must be a mapping"])
+    if problems := known_keys(values, cls, key)[1]:
+        raise ConfigError(problems)
+    try:
+        cfg = OmegaConf.merge(OmegaConf.structured(cls), OmegaConf.create(dict(values)))
+        if missing := sorted(OmegaConf.missing_keys(cfg)):
+            raise ConfigError([f"{key}.{m}: a value is required" for m in missing])
+        return OmegaConf.to_object(cfg)
+    except OmegaConfBaseException as error:
+        where = f"{key}.{error.full_key}" if error.full_key else key
+        raise ConfigError([f"{where}: {str(error).splitlines()[0]}"]) from error
+
+
 def tenant_from_dict(values: Any, key: str) -> TenantConfig:
-    """A plain mapping (an ``init_from.recipe``) -> TenantConfig, with the same checks as the tenants of the run."""
-    cfg = OmegaConf.merge(OmegaConf.structured(TenantConfig), OmegaConf.create(values))
-    missing = sorted(OmegaConf.missing_keys(cfg))
-    if missing:
-        raise ConfigError([f"{key}.{m}: a value is required" for m in missing])
-    tenant = OmegaConf.to_object(cfg)
-    assert isinstance(tenant, TenantConfig)
-    return tenant
+    """A plain mapping (an ``init_from.recipe``) -> TenantConfig, with the same checks as the tenants of the run.
+
+    Raises:
+        ConfigError: see :func:`object_of`.
+    """
+    return object_of(TenantConfig, values, key)
 
 
 def schema_of(config: SchemaConfig) -> TenantSchema:
@@ -484,7 +647,7 @@ def validate(config: NexusConfig) -> None:
     problems: list[str] = []
     if not config.tenants:
         problems.append("tenants: none given; for example '+tenants=[libero,maniskill]'")
-    backbone = _check_class(config.backbone, "backbone", problems)
+    backbone = check_class(config.backbone, "backbone", problems)
     lowered: dict[str, str] = {}
     for name, tenant in config.tenants.items():
         other = lowered.setdefault(name.lower(), name)
@@ -531,7 +694,7 @@ def tenant_problems(key: str, name: str, tenant: TenantConfig, config: NexusConf
 
     Of an :data:`IDLE` one only schema, head and shares are looked at.
     """
-    return _tenant_problems(key, name, tenant, config, _check_class(config.backbone, "backbone", []))
+    return _tenant_problems(key, name, tenant, config, check_class(config.backbone, "backbone", []))
 
 
 def _placement_problems(config: NexusConfig) -> list[str]:
@@ -646,8 +809,7 @@ def _head_problems(key: str, tenant: TenantConfig, backbone: Any) -> list[str]:
     problems: list[str] = []
     if not isinstance(tenant.head, dict):
         return [f"{key}.head={tenant.head!r}: must be a mapping with `_target_`"]
-    given = ("feature_spec", "schema", "backbone")
-    cls = _check_class(tenant.head, f"{key}.head", problems, skip=OPTIMIZER_KEYS, given=given)
+    cls = check_class(tenant.head, f"{key}.head", problems, skip=OPTIMIZER_KEYS, given=HEAD_ARGUMENTS)
     lr = tenant.head.get("lr")
     if not isinstance(lr, int | float) or lr <= 0:
         problems.append(f"{key}.head.lr={lr!r}: a positive learning rate is required")
@@ -714,7 +876,7 @@ def _environment_problems(key: str, tenant: TenantConfig) -> list[str]:
     problems: list[str] = []
     environment = tenant.environment
     assert environment is not None
-    cls = _check_class(environment.simulator, f"{key}.environment.simulator", problems)
+    cls = check_class(environment.simulator, f"{key}.environment.simulator", problems)
     if environment.num_envs < 1:
         problems.append(f"{key}.environment.num_envs={environment.num_envs}: must be at least 1")
     if cls is None:
@@ -1024,7 +1186,10 @@ def _init_problems(key: str, tenant: TenantConfig, config: NexusConfig, backbone
         if init.path is not None and not Path(init.path).is_dir():
             return [f"{key}.init_from.path={init.path}: no such payload folder"]
         return []
-    recipe = tenant_from_dict(init.recipe, f"{key}.init_from.recipe")
+    try:
+        recipe = tenant_from_dict(init.recipe, f"{key}.init_from.recipe")
+    except ConfigError as error:
+        return error.problems
     problems = _tenant_problems(f"{key}.init_from.recipe", "recipe", recipe, config, backbone)
     if recipe.task != "sft":
         problems.append(f"{key}.init_from.recipe.task={recipe.task}: a starting payload is trained by sft")
@@ -1036,11 +1201,16 @@ def _init_problems(key: str, tenant: TenantConfig, config: NexusConfig, backbone
     return problems
 
 
-def _check_class(
+def check_class(
     node: Any, key: str, problems: list[str], skip: tuple[str, ...] = (), given: tuple[str, ...] = ()
 ) -> Callable[..., Any] | None:
-    """Import ``node._target_`` and bind the node's other keys to its signature; report what does not fit."""
-    if not isinstance(node, dict) or not isinstance(node.get("_target_"), str):
+    """Import ``node._target_`` and bind the node's other keys to its signature; report what does not fit.
+
+    Args:
+        skip: keys of the node that are no arguments.
+        given: arguments that the node need not and must not hold; of an argument that is such a node itself, too.
+    """
+    if not isinstance(node, Mapping) or not isinstance(node.get("_target_"), str):
         problems.append(f"{key}: must be a mapping with `_target_`, got {node!r}")
         return None
     target = node["_target_"]
@@ -1049,15 +1219,21 @@ def _check_class(
     except Exception as error:  # Hydra wraps every import problem; the text names the module that failed
         problems.append(f"{key}._target_={target}: cannot be imported ({error})")
         return None
-    parameters = inspect.signature(cls).parameters
+    parameters, valid = inspect.signature(cls).parameters, valid_keys(cls, skip, given)
     takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
-    names = [n for n, p in parameters.items() if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
-    arguments = [k for k in node if k not in skip and k != "_target_"]
-    for argument in arguments:
-        if argument not in names and not takes_any:
-            valid = ", ".join([*(n for n in names if n not in given), *skip])
-            problems.append(f"{key}.{argument}={node[argument]!r}: {cls.__name__} has no such key; valid keys: {valid}")
-    for name in names:
-        if parameters[name].default is inspect.Parameter.empty and name not in node and name not in given:
+    for argument, value in node.items():
+        if argument not in valid and argument != "_target_" and not takes_any:
+            problems.append(no_such_key(cls.__name__, f"{key}.{argument}", value, valid))
+        elif isinstance(value, Mapping) and "_target_" in value:
+            check_class(value, f"{key}.{argument}", problems, given=given)
+    for name in valid:
+        if name not in skip and parameters[name].default is inspect.Parameter.empty and name not in node:
             problems.append(f"{key}.{name}: {cls.__name__} requires a value")
     return cls
+
+
+def valid_keys(cls: Callable[..., Any], skip: tuple[str, ...] = (), given: tuple[str, ...] = ()) -> list[str]:
+    """What the YAML of a class may hold beside ``_target_``: its arguments but ``given``, and ``skip``."""
+    named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    arguments = [n for n, p in inspect.signature(cls).parameters.items() if p.kind in named and n not in given]
+    return [*arguments, *skip]

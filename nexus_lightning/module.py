@@ -711,7 +711,7 @@ class MultiTenantModule(L.LightningModule):
             entry = saved["tenants"].get(name)
             if entry is None:  # a tenant that was not in the interrupted run starts fresh
                 continue
-            slot.restore(read_payload(self.runtime.run_dir / entry))
+            slot.resume(read_payload(self.runtime.run_dir / entry))
         self.runtime.restore(saved)
 
 

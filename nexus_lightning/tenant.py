@@ -330,6 +330,25 @@ class TenantSlot:
         assert payload.rng is not None
         self.load_state(payload.state, payload.optimizer, payload.rng)
 
+    def resume(self, payload: Payload) -> None:
+        """:meth:`restore` for a run that goes on: optimizer settings and schedule are the configuration's from the next
+        step on, the schedule at the steps that are done. Unchanged ones leave every bit as it was.
+
+        Raises:
+            ValueError: see :meth:`restore`.
+        """
+        self.restore(payload)
+        assert self.optimizer is not None and self.scheduler is not None
+        moments, schedule = self.optimizer.state, self.scheduler.state_dict()
+        self.build_optimizer()
+        self.optimizer.state = moments
+        base, steps = self.scheduler.base_lrs, schedule["last_epoch"]
+        rates = [lr * factor(steps) for lr, factor in zip(base, self.scheduler.lr_lambdas, strict=True)]
+        for group, lr in zip(self.optimizer.param_groups, rates, strict=True):
+            group["lr"] = lr
+        unpickled = [None] * len(rates)
+        self.scheduler.load_state_dict({**schedule, "base_lrs": base, "_last_lr": rates, "lr_lambdas": unpickled})
+
     def manifest(self, backbone: dict[str, Any], backbone_fingerprint: str) -> dict[str, Any]:
         """What a payload says about itself: enough to serve, evaluate and refuse it without the run."""
         return {

@@ -35,7 +35,7 @@ from nexus_lightning.config import (
     validate,
 )
 from nexus_lightning.demonstrations import record_demonstrations
-from nexus_lightning.files import last_folder, made_once, new_folder, put_in_place, try_lock
+from nexus_lightning.files import last_folder, made_once, new_folder, put_in_place, try_lock, write_atomically
 from nexus_lightning.loop import LeaseStream, MultiTenantFitLoop
 from nexus_lightning.memory import (
     Admission,
@@ -57,6 +57,7 @@ from nexus_lightning.placement.plan import Devices, Plan, common_devices, resolv
 from nexus_lightning.placement.sharding import rank_problems, sharding_problems
 from nexus_lightning.placement.strategies import TenantFSDP2, make_strategy
 from nexus_lightning.producers.demonstrations import dataset_stats, open_dataset
+from nexus_lightning.resume import changed_settings, flat
 from nexus_lightning.runtime import Runtime
 from nexus_lightning.schema import TenantSchema
 from nexus_lightning.simulator import SimulatorDied, SimulatorError
@@ -133,6 +134,16 @@ class _RuntimeLifecycle(Callback):
     def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         self.runtime.close()
         self._put_back()
+
+
+class _ResumedConfig(Callback):
+    """``config.yaml`` is the run's that went before until this one has restored everything and trains."""
+
+    def __init__(self, config: NexusConfig) -> None:
+        self.config = config
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        write_config(self.config, Path(trainer.default_root_dir))
 
 
 class NexusTrainer(L.Trainer):
@@ -271,25 +282,17 @@ def agree(config: NexusConfig, ranks: Ranks) -> Devices:
 
 def _differences(configs: list[dict[str, Any]]) -> list[str]:
     """One line for every key in which some rank's configuration differs from rank 0's."""
-    flat = [_flat(config) for config in configs]
+    by_rank = [flat(config) for config in configs]
     missing = object()
     lines = []
-    for rank, other in enumerate(flat):
-        for key in sorted({*flat[0], *other}):
-            a, b = flat[0].get(key, missing), other.get(key, missing)
+    for rank, other in enumerate(by_rank):
+        for key in sorted({*by_rank[0], *other}):
+            a, b = by_rank[0].get(key, missing), other.get(key, missing)
             if a != b:
                 one, two = ("nothing" if v is missing else repr(v) for v in (a, b))
                 fix = "start every rank with the same arguments"
                 lines.append(f"{key}: rank 0 has {one}, rank {rank} has {two}; {fix}")
     return lines
-
-
-def _flat(config: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Nested values by their dotted keys."""
-    flat = {}
-    for key, value in config.items():
-        flat |= _flat(value, f"{prefix}{key}.") if isinstance(value, dict) and value else {f"{prefix}{key}": value}
-    return flat
 
 
 def settle(config: NexusConfig, backbone: Backbone, devices: Devices, ranks: Ranks) -> Plan:
@@ -349,7 +352,7 @@ def _run_in(
         backbone = instantiate(config.backbone)
     assert isinstance(backbone, Backbone)
     plan = settle(config, backbone, devices, ranks)
-    config = plan.settle(config)
+    asked, config = config, plan.settle(config)
     if ranks.first:
         (run_dir / "placement.json").write_text(json.dumps({**plan.to_dict(), "signature": plan.signature}, indent=2))
     payloads = starting_payloads(config, backbone, ranks)
@@ -363,7 +366,8 @@ def _run_in(
     exit_code = 1
     try:
         module = MultiTenantModule(backbone, slots)
-        trainer = NexusTrainer(runtime, loggers, plan)
+        resumed = [_ResumedConfig(asked)] if ckpt_path is not None and ranks.first else []
+        trainer = NexusTrainer(runtime, loggers, plan, callbacks=resumed)
         if ranks.first:
             print(_banner(config, runtime, backbone, slots, trainer, plan, ckpt_path), flush=True)
         trainer.fit(module, ckpt_path=ckpt_path)
@@ -388,7 +392,8 @@ def prepare_run(config: NexusConfig, link_latest: bool, held: contextlib.ExitSta
         held: keeps the lock on the run folder until it is closed, or the process ends.
 
     Raises:
-        ConfigError: also when the run to go on with is still going, here or in another program.
+        ConfigError: also when the run to go on with is still going, here or in another program, and when it cannot go
+            on with these settings (see :func:`~nexus_lightning.resume.changed_settings`).
     """
     run_dir, ckpt_path = resolve_run(config)
     lock = try_lock(run_dir / RUN_LOCK)
@@ -396,11 +401,19 @@ def prepare_run(config: NexusConfig, link_latest: bool, held: contextlib.ExitSta
         given = f"ckpt_path={config.ckpt_path}: the run in {run_dir} is still going"
         raise ConfigError([f"{given}; wait for its end or stop it, or name another run"])
     held.callback(lock.release)
+    if ckpt_path is not None and (changed := changed_settings(config, run_dir, ckpt_path)):
+        print(f"resumed with other settings: {'; '.join(changed)}", flush=True)
     (run_dir / LAST_CHECKPOINT).parent.mkdir(exist_ok=True)
     if link_latest:
         _link_latest(Path(config.output_dir), run_dir)
-    (run_dir / "config.yaml").write_text(yaml.safe_dump(asdict(config), sort_keys=False))
+    if ckpt_path is None:
+        write_config(config, run_dir)
     return run_dir, ckpt_path
+
+
+def write_config(config: NexusConfig, run_dir: Path) -> None:
+    """The resolved configuration."""
+    write_atomically(run_dir / "config.yaml", yaml.safe_dump(asdict(config), sort_keys=False))
 
 
 def resolve_run(config: NexusConfig) -> tuple[Path, Path | None]:

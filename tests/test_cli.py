@@ -60,6 +60,24 @@ def test_errors_come_in_one_message_and_exit_with_two(tmp_path):
     assert not (tmp_path / "outputs").exists(), "nothing is built before the configuration is whole"
 
 
+def test_a_mistyped_key_is_told_in_the_same_form_and_with_all_the_others(tmp_path):
+    """What Hydra would not compose, and what it lets in with `+` (which it proposes after a typo)."""
+    wrong = [
+        "tenants.toy.head.learning_rate=3",
+        "tenants.toy.schema.execute=9",
+        "+tenants.toy.algorithm.clip_ratio=0.3",
+    ]
+    done = run("train.py", "+tenants=[toy]", *wrong, *folders(tmp_path))
+    assert done.returncode == 2 and done.stderr.startswith("error: the configuration cannot run:\n  - ")
+    for expected in (
+        "tenants.toy.head.learning_rate=3: ChunkMLPHead has no such key; valid keys:",
+        "tenants.toy.schema.execute=9: must not exceed chunk=2",
+        "tenants.toy.algorithm.clip_ratio=0.3: tenants.toy.algorithm has no such key; did you mean clip_epsilon?",
+    ):
+        assert expected in done.stderr
+    assert len(done.stderr.splitlines()) == 4 and not (tmp_path / "outputs").exists()
+
+
 def signalled(arguments: list[str], metrics: Path, number: int, from_job: int) -> dict:
     """Start a run, send the signal once a job beyond ``from_job`` is in the metrics; its tenant's summary."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT / "tests")}

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import pickle
 import re
-from dataclasses import replace
+import shutil
+from dataclasses import asdict, replace
 
 import pytest
 from conftest import ROOT
 from example_head import LinearChunkHead
 from hydra.errors import ConfigCompositionException
 
-from nexus_lightning.config import ConfigError, NexusConfig, split_head, validate
+from nexus_lightning.config import ConfigError, NexusConfig, compose_config, composition_error, split_head, validate
 
 
 def problems(config: NexusConfig) -> str:
@@ -94,6 +96,97 @@ def test_unknown_keys_and_wrong_types_fail_with_the_full_key(compose):
         compose("+tenants=[toy]", "tenants.toy.taks=sft")
     with pytest.raises(ConfigCompositionException, match="state_dim"):
         compose("+tenants=[toy]", "tenants.toy.schema.state_dim=four")
+
+
+def test_a_key_that_nothing_reads_is_an_error_wherever_a_plus_puts_it(compose):
+    """All of them at once, each with its value and the nearest keys that there are, and what else is wrong."""
+    unknown = {
+        "tenants.toy.algorithm.clip_ratio=0.3": "tenants.toy.algorithm has no such key; did you mean clip_epsilon?",
+        "tenants.toy.eval.n_episodes=3": "did you mean episodes?",
+        "tenants.toy.schema.normalisation='none'": "tenants.toy.schema has no such key; did you mean",
+        "tenants.toy.init_from.pth='x'": "did you mean path?",
+        "tenants.toy.environment.num_workers=3": "did you mean num_envs?",
+        "tenants.toy_sft.dataset.record.episode=3": "did you mean episodes?",
+        "tenants.toy_sft.dataset.conventions.rot='none'": "did you mean rotation?",
+        "tenants.toy_sft.tsk='rl'": "did you mean task?",
+        "queues.training.size=9": "valid keys: max_gb_per_tenant, lease_deadline_s, journal",
+        "learning_rate=3": "the configuration has no such key; valid keys: tenants, backbone,",
+        "tenants.toy.head.lernrate=3": "ChunkMLPHead has no such key",  # validate() finds these
+        "backbone.blnd=True": "did you mean blind?",
+        "tenants.toy.environment.simulator.horizn=3": "ToySimulator has no such key; did you mean horizon?",
+    }
+    with pytest.raises(ConfigError) as error:
+        compose("+tenants=[toy,toy_sft]", *(f"+{o}" for o in unknown), "++placement.precison=64-true")
+    lines = error.value.problems
+    for start, rest in {**unknown, "placement.precison='64-true'": "did you mean precision?"}.items():
+        assert any(line.startswith(f"{start}: ") and rest in line for line in lines), (start, lines)
+    assert len(lines) == len(unknown) + 1
+
+
+def test_an_unknown_key_of_a_recipe_an_inner_head_or_a_wrong_type_is_listed_with_the_rest(compose):
+    config = compose("+tenants=[maniskill,toy_sft]")
+    recipe = config.tenants["maniskill"].init_from.recipe
+    recipe["hed"], recipe["eval"]["episode"] = {}, 3
+    config.tenants["toy_sft"].head = {
+        "_target_": "models.heads.adapter.AdapterHead",
+        "lr": 1e-3,
+        "inner": {"_target_": "models.heads.mlp.ChunkMLPHead", "hidden": 3},
+    }
+    text = problems(config)
+    assert "tenants.maniskill.init_from.recipe.hed={}" in text and "did you mean head" in text
+    assert "tenants.maniskill.init_from.recipe.eval.episode=3" in text and "did you mean episodes" in text
+    assert "tenants.toy_sft.head.inner.hidden=3: ChunkMLPHead has no such key; did you mean hidden_dim?" in text
+    recipe = {k: v for k, v in recipe.items() if k != "hed"} | {"eval": {}, "target_jobs": "many"}
+    config.tenants["maniskill"].init_from.recipe = recipe
+    assert "tenants.maniskill.init_from.recipe.target_jobs: Value 'many'" in problems(config)
+
+
+def test_unknown_keys_of_yaml_files_are_all_told(tmp_path):
+    """Hydra ends at the first one."""
+    conf = tmp_path / "conf"
+    shutil.copytree(ROOT / "conf", conf)
+    (conf / "experiment" / "mine.yaml").write_text(
+        "# @package _global_\ndefaults:\n  - /tenant@tenants.a: toy_sft\n  - _self_\nsed: 3\n"
+        "tenants: {a: {dataset: {augmentation: {view: 3}}, weihgt: 2, max_in_flight: 0}}\n"
+    )
+    arguments = ["experiment=mine", "tenants.a.head.learning_rate=3", "tenants.a.queue=3"]
+    with pytest.raises(ConfigCompositionException) as error:
+        compose_config(conf, arguments)
+    text = str(composition_error(error.value, conf, arguments))
+    for expected in (
+        "tenants.a.dataset.augmentation.view=3: tenants.a.dataset.augmentation has no such key; did you mean views?",
+        "tenants.a.weihgt=2: tenants.a has no such key; did you mean weight?",
+        "  - sed=3: the configuration has no such key; did you mean seed?",
+        "tenants.a.queue=3",
+        "tenants.a.head.learning_rate=3: ChunkMLPHead has no such key",
+        "tenants.a.max_in_flight=0: must be at least 1",
+    ):
+        assert expected in text, text
+    assert asdict(compose_config(ROOT / "conf", ["+tenants=[toy]"])), "the schema is back"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["tenants.toy.algoritm.gamma=1"], "tenants.toy.algoritm={'gamma': 1}: tenants.toy has no such key; did you"),
+        (["tenants.tou.weight=1"], "tenants.tou={}: tenants has no such key; did you mean toy?"),
+        (["tenants.toy.dataset.batch_size=1"], "tenants.toy.dataset is null here; give it in a YAML file"),
+        (["tenants.toy.target_jobs=many"], "tenants.toy.target_jobs: Value 'many' of type 'str' could not be conv"),
+        (["backbone=tinny"], "backbone=tinny: no such backbone; did you mean tiny"),
+        (["tenants=[toy,toyy]"], "tenants=toyy: no such tenants; did you mean toy? choose one of libero, maniskill"),
+        (["[toy"], "LexerNoViableAltException: [toy"),
+    ],
+)
+def test_what_hydra_refuses_is_told_in_our_words(compose, arguments, expected):
+    with pytest.raises(Exception) as error:
+        compose("+tenants=[toy]", *arguments)
+    found = composition_error(error.value, ROOT / "conf", ["+tenants=[toy]", *arguments])
+    assert len(found.problems) == 1 and expected in found.problems[0], found
+
+
+def test_a_refusal_is_the_same_on_every_rank():
+    error = ConfigError(["seed=1: a", "seed=2: b"])
+    assert str(pickle.loads(pickle.dumps(error))) == str(error)
 
 
 def test_two_tenants_with_one_name_are_refused(compose):

@@ -578,6 +578,33 @@ def test_resume_carries_counters_not_jobs() -> None:
         after.load_state_dict(state)
 
 
+def test_a_tenant_that_sits_a_run_out_keeps_its_counters() -> None:
+    def fresh(*names: str) -> Scheduler:
+        scheduler = Scheduler()
+        for name in names:
+            scheduler.register(name, "sft", target_jobs=2)
+        return scheduler
+
+    def work(scheduler: Scheduler, name: str, samples: int) -> None:
+        ready(scheduler, name, samples=samples)
+        scheduler.complete(scheduler.lease_next({name: 0}, 0, 60).job_id)
+
+    def saved(scheduler: Scheduler) -> dict:
+        return json.loads(json.dumps(scheduler.state_dict()))
+
+    first = fresh("a", "b")
+    work(first, "a", 4)
+    work(first, "b", 4)
+    second = fresh("a")
+    second.load_state_dict(saved(first))
+    work(second, "a", 96)
+    third = fresh("a", "b")
+    third.load_state_dict(saved(second))
+    assert third.completed("a") == 2 and third.completed("b") == 1
+    shares = saved(third)["tenants"]
+    assert shares["b"]["share_offset"] + shares["b"]["leased_samples"] == 100, "it does not catch up what it sat out"
+
+
 def run_threads(*targets) -> None:
     errors = []
 

@@ -136,7 +136,7 @@ def test_none_builds_nothing(tmp_path):
     ("config", "message"),
     [
         ({"kind": "tensorboard"}, "logger.kind='tensorboard': choose one of csv, wandb, none"),
-        ({"kind": "csv", "project": "x"}, "logger.project: unknown key for kind=csv"),
+        ({"kind": "csv", "project": "x"}, "logger.project='x': kind=csv has no such key; valid keys: kind"),
         ({"kind": "wandb", "project": "x", "mode": "on"}, "logger.mode='on': choose one of offline"),
         ({"kind": "wandb", "project": None}, "logger.project: missing"),
     ],

@@ -14,17 +14,20 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+import yaml
 from fakes import FakeBackbone
 from fsspec import AbstractFileSystem
 
 from envs.toy import ToySimulator
 from models.heads.mlp import ChunkMLPHead
 from nexus_lightning import checkpoint
-from nexus_lightning.checkpoint import read_payload, resolve_payload, tensors_digest
+from nexus_lightning.checkpoint import Payload, list_payloads, read_payload, resolve_payload, tensors_digest
+from nexus_lightning.config import ConfigError
 from nexus_lightning.policy import load_policy
 from nexus_lightning.producers.evaluation import summarise
+from nexus_lightning.resume import changed_settings
 from nexus_lightning.runtime import Runtime
-from nexus_lightning.tenant import NonFiniteWeights
+from nexus_lightning.tenant import NonFiniteWeights, TenantSpec, build_slot
 from nexus_lightning.trainer import train
 
 FAKE = {"_target_": "fakes.FakeBackbone"}
@@ -177,6 +180,8 @@ def test_weights_that_are_not_finite_are_neither_published_nor_saved(toy):
     moments = {0: {"step": torch.tensor(3.0), "exp_avg_sq": torch.tensor([float("inf")])}}
     with pytest.raises(NonFiniteWeights, match=r"optimizer\.0\.exp_avg_sq"):
         slot.check_finite({"state": moments, "param_groups": []})
+
+
 class LateToy(ToySimulator):
     """FAKE. From its third step on (the expert needs two) it gives one wrong value, see ``wrong``."""
 
@@ -302,6 +307,144 @@ def test_resume_equals_the_unbroken_run(toy, tenant):
     assert resumed["run_dir"] == stopped["run_dir"], "a resumed run goes on in its own folder"
     assert resumed["tenants"][tenant]["jobs_completed"] == 6
     assert state_of(resumed["run_dir"], tenant) == state_of(unbroken["run_dir"], tenant)
+
+
+def test_a_resume_takes_the_settings_it_is_given_or_refuses_them(toy, capsys):
+    """Refused: all at once, by name, nothing written. Followed: from the next step on, with the moments kept."""
+    stopped = train(toy("+tenants=[toy_sft]", "trainer.max_jobs=3", "tenants.toy_sft.head.lr_schedule=constant"))
+    run_dir = Path(stopped["run_dir"])
+    before = {path: path.read_bytes() for path in run_dir.rglob("*") if path.is_file() and path.name != "run.lock"}
+
+    wrong = toy("+tenants=[toy_sft]", f"ckpt_path={run_dir}", "seed=7", "tenants.toy_sft.head.hidden_dim=32")
+    wrong.tenants["toy_sft"].schema.control_hz = 20.0
+    wrong.tenants["toy_sft"].dataset.batch_size = 16
+    wrong.tenants["toy_sft"].dataset.record.episodes = 7
+    wrong.tenants["toy_sft"].environment.simulator["horizon"] = 9
+    wrong.backbone["seed"] = 1
+    with pytest.raises(ConfigError) as error:
+        train(wrong)
+    assert sorted(line.split(": the run in ")[0] for line in error.value.problems) == [
+        "backbone.seed=1",
+        "seed=7",
+        "tenants.toy_sft.dataset.batch_size=16",
+        "tenants.toy_sft.dataset.record.episodes=7",
+        "tenants.toy_sft.environment.simulator.horizon=9",
+        "tenants.toy_sft.head.hidden_dim=32",
+        "tenants.toy_sft.schema.control_hz=20.0",
+    ]
+    assert "has 64, and its weights are those of that head; set that, or start a new run" in str(error.value)
+    after = {path: path.read_bytes() for path in run_dir.rglob("*") if path.is_file() and path.name != "run.lock"}
+    assert after == before, "nothing is written"
+
+    settings = ["lr=1e-30", "value_lr=3e-30", "weight_decay=0.5", "betas=[0.8,0.95]", "warmup_steps=15"]
+    other = toy(*("+tenants=[toy_sft]", f"ckpt_path={run_dir}", *(f"tenants.toy_sft.head.{s}" for s in settings)))
+    other.tenants["toy_sft"].head["lr_schedule"], other.tenants["toy_sft"].target_jobs = "constant", 4
+    capsys.readouterr()
+    assert train(other)["tenants"]["toy_sft"]["jobs_completed"] == 4
+    told = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("resumed with other settings"))
+    for change in ("head.lr: 0.001 -> 1e-30", "head.betas: [0.9, 0.999] -> [0.8, 0.95]", "target_jobs: 6 -> 4"):
+        assert f"tenants.toy_sft.{change}" in told
+    assert "trainer.max_jobs: 3 -> null" in told and "ckpt_path" not in told
+    assert yaml.safe_load((run_dir / "config.yaml").read_text())["tenants"]["toy_sft"]["head"]["lr"] == 1e-30
+    old, new = (read_payload(path) for path in list_payloads(run_dir / "tenants" / "toy_sft")[-2:])
+    for name, value in old.tensors.items():
+        assert torch.equal(value, new.tensors[name]), f"{name}: no step was taken with the rate of before"
+    for index, group in enumerate(new.optimizer["param_groups"]):
+        assert group["lr"] == group["initial_lr"] == (1e-30, 3e-30)[index], "16 steps are done: the warm-up is over"
+        assert tuple(group["betas"]) == (0.8, 0.95) and group["weight_decay"] == 0.5
+    assert {float(moments["step"]) for moments in new.optimizer["state"].values()} == {16.0}
+
+
+def test_a_schedule_stands_where_the_completed_steps_put_it(toy):
+    slots = {}
+    for name, settings in (("same", {}), ("other", {"lr": 0.2, "lr_schedule": "constant", "warmup_steps": 9})):
+        config = toy("+tenants=[toy_sft]", "tenants.toy_sft.head.warmup_steps=2").tenants["toy_sft"]
+        config.head |= settings
+        slots[name] = build_slot(TenantSpec.compile("toy_sft", config, 0), FakeBackbone())
+    slot = build_slot(slots["same"].spec, FakeBackbone())
+    for each in (slot, *slots.values()):
+        each.build_optimizer()
+    for _ in range(5):
+        for p in slot.head.parameters():
+            p.grad = torch.ones_like(p)
+        slot.optimizer.step()
+        slot.scheduler.step()
+    saved = slot.state(), slot.optimizer_state()
+    manifest = {"schema": asdict(slot.spec.schema)}
+    for each in slots.values():
+        each.resume(Payload(slot.tensors(), saved[1], saved[0], manifest, Path(), slot.rng.state))
+    same, other = slots["same"], slots["other"]
+    assert same.state() == saved[0]
+    assert same.optimizer.state_dict()["param_groups"] == saved[1]["param_groups"], "to the last bit"
+    assert [g["lr"] for g in other.optimizer.param_groups] == pytest.approx([0.2 * 6 / 10, 1e-3 * 6 / 10])
+    for each in slots.values():
+        for p, moments in each.optimizer.state.items():
+            assert p.shape == moments["exp_avg"].shape and moments["step"] == 5
+    other.scheduler.step()
+    assert other.optimizer.param_groups[0]["lr"] == pytest.approx(0.2 * 7 / 10)
+
+
+@pytest.mark.parametrize(
+    ("tenant", "change", "reason"),
+    [
+        ("toy", "algorithm.gamma=0.5", None),
+        ("toy", "algorithm.epochs=2", None),
+        ("toy", "eval.episodes=3", None),
+        ("toy", "environment.simulator.horizon=9", None),
+        ("toy", "environment.num_envs=4", "its data cursor counts jobs of that size"),
+        ("toy", "algorithm.chunks_per_job=8", "its data cursor counts jobs of that size"),
+        ("toy", "algorithm.name=reinforce", "its optimizer and counters are of that work"),
+        ("toy", "task=sft", "its optimizer and counters are of that work"),
+        ("toy", "seed=5", "its random streams go on"),
+        ("toy_sft", "seed=5", "its random streams go on"),
+        ("toy_sft", "head.grad_clip_norm=5", None),
+        ("toy_sft", "head.ema_decay=0.5", "its average of the weights"),
+        ("toy_sft", "head.kind=pooled", "its weights are those of that head"),
+        ("toy_sft", "dataset.root=/data", "its data cursor counts in that dataset"),
+        ("toy_sft", "dataset.record.workers=1", None),
+        ("toy_sft", "init_from.path=/payload", "its start is over"),
+        ("toy_sft", "environment.num_envs=4", None),
+        ("toy_sft", "features.reuse=never", None),
+        ("toy_sft", "weight=3", None),
+    ],
+)
+def test_what_may_change_between_two_runs_of_a_tenant(compose, tmp_path, tenant, change, reason):
+    """A tenant that the checkpoint does not name is not compared: it is new."""
+    run_dir, saved = tmp_path / "run", compose("+tenants=[toy,toy_sft]")
+    spec = TenantSpec.compile(tenant, saved.tenants[tenant], saved.seed)
+    manifest = {"format": checkpoint.FORMAT, "config": asdict(spec.config), "seed": spec.seed}
+    manifest["config"] |= {"gone": 3}  # by another version of the program
+    (run_dir / "payload").mkdir(parents=True)
+    (run_dir / "payload" / "manifest.json").write_text(json.dumps(manifest))
+    (run_dir / "config.yaml").write_text(yaml.safe_dump(asdict(saved)))
+    torch.save({"nexus": {"tenants": {tenant: "payload"}}}, run_dir / "last.ckpt")
+    mate = "toy" if tenant == "toy_sft" else "toy_sft"
+    config = compose("+tenants=[toy,toy_sft]", f"tenants.{tenant}.{change}", f"tenants.{mate}.head.hidden_dim=8")
+    if reason is None:
+        (line,) = changed_settings(config, run_dir, run_dir / "last.ckpt")
+        assert line.startswith(f"tenants.{tenant}.{change.split('=')[0]}: ")
+        assert changed_settings(saved, run_dir, run_dir / "last.ckpt") == []
+        return
+    with pytest.raises(ConfigError) as error:
+        changed_settings(config, run_dir, run_dir / "last.ckpt")
+    (line,) = error.value.problems
+    assert line.startswith(f"tenants.{tenant}.{change.split('=')[0]}=") and reason in line
+
+
+def test_a_tenant_that_comes_back_has_its_jobs_done(toy):
+    def config(*names: str, target: int = 6, **settings: str):
+        built = toy("+tenants=[toy_sft]", *(f"+tenant@tenants.{n}=toy_sft" for n in names))
+        built.ckpt_path = settings.get("ckpt_path")
+        for tenant in built.tenants.values():
+            tenant.target_jobs, tenant.eval.episodes = target, 0
+        return built
+
+    first = train(config("other", target=2))
+    run_dir = first["run_dir"]
+    ended = state_of(run_dir, "other")
+    train(config(target=3, ckpt_path=run_dir))
+    back = train(config("other", target=2, ckpt_path=run_dir))
+    assert back["tenants"]["other"]["jobs_completed"] == 2 and state_of(run_dir, "other") == ended
 
 
 def test_ckpt_path_last_is_the_newest_run(toy):

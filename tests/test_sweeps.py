@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib.util
+import json
+import math
 import os
 import re
 import shlex
@@ -15,11 +17,14 @@ import pytest
 import yaml
 from hydra import compose, initialize_config_dir
 from hydra.core.config_store import ConfigStore
+from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import MissingConfigException
-from test_cli import FAST
+from test_cli import FAST, folders
+from test_cli import run as run_process
 
-from nexus_lightning.config import compose_config, head_overrides, register_configs, validate
+import train as train_py
+from nexus_lightning.config import ConfigError, compose_config, head_overrides, register_configs, validate
 from nexus_lightning.trainer import train
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -153,6 +158,56 @@ def test_the_documented_multirun_lines_compose(arguments):
     assert len(jobs) > 1
     seen = [composed(list(job)) for job in jobs]
     assert len({str(config) for config in seen}) == len(jobs), "every run differs"
+
+
+def test_a_trial_that_fails_is_told_and_the_next_one_runs(tmp_path):
+    """Two refused, one quarantined, one good: exit code 1 at the end, and the good one has its run folder."""
+    done = run_process(
+        "train.py",
+        "-m",
+        "+tenants=[toy]",
+        "tenants.toy.schema.execute=9,2",
+        "tenants.toy.head.lr=1e38,1e-3",
+        "tenants.toy.target_jobs=1",
+        "tenants.toy.eval.episodes=0",
+        "trainer.enable_progress_bar=false",
+        *FAST,
+        *folders(tmp_path),
+    )
+    assert done.returncode == 1, done.stderr
+    told = re.findall(r"^trial (\d) has failed: .*execute=(\d) tenants.toy.head.lr=(\S+)", done.stderr, re.MULTILINE)
+    assert told == [("0", "9", "1e+38"), ("1", "9", "0.001"), ("2", "2", "1e+38")]
+    assert done.stderr.count("tenants.toy.schema.execute=9: must not exceed chunk=2") == 2
+    assert "tenant toy was quarantined" in done.stderr and "Traceback" not in done.stderr
+    ends = re.findall(r"^failed: .*execute=(\d) ", done.stderr, re.MULTILINE)
+    assert ends == ["9", "9", "2"], "all of them again at the end"
+    summaries = [json.loads(path.read_text()) for path in sorted((tmp_path / "outputs").glob("20*/summary.json"))]
+    assert [bool(s["tenants"]["toy"]["quarantined"]) for s in summaries] == [True, False]
+
+
+@pytest.mark.parametrize(
+    ("sweeper", "expected"),
+    [(None, train_py.TrialFailed), ("maximize", -math.inf), ("minimize", math.inf), ("run", SystemExit)],
+)
+def test_a_sweeper_hears_of_a_failed_trial(monkeypatch, stand_in, sweeper, expected):
+    """Hydra's own by an exception; Optuna's would end the study at one, so it gets the worst value there is."""
+    keys = {"direction": "minimize", "n_trials": 1, "n_jobs": 2, "study_name": None, "storage": None}
+    stand_in("hydra_optuna_sweeper", "hydra/sweeper", "optuna", sampler={"seed": None}, params=None, **keys)
+    mode = ["hydra.mode=RUN" if sweeper == "run" else "hydra.mode=MULTIRUN", "hydra.job.num=3"]
+    search = ["+search=optuna", f"hydra.sweeper.direction={sweeper}"] if isinstance(expected, float) else []
+    cfg = hydra_config("+tenants=[toy]", "seed=7", *search, *mode)
+    monkeypatch.setattr(HydraConfig.instance(), "cfg", cfg)
+    monkeypatch.setattr(train_py, "FAILED_TRIALS", [])
+    for error, code in ((ConfigError(["no"]), 2), (train_py.Quarantined("tenant toy was quarantined: x"), 1)):
+        monkeypatch.setattr(train_py, "run", lambda cfg, error=error: (_ for _ in ()).throw(error))
+        if isinstance(expected, float):
+            assert train_py.main(cfg) == expected
+            continue
+        with pytest.raises(expected) as raised:
+            train_py.main(cfg)
+        assert sweeper != "run" or raised.value.code == code
+    assert len(train_py.FAILED_TRIALS) == (0 if sweeper == "run" else 2)
+    assert all("seed=7" in trial for trial in train_py.FAILED_TRIALS)
 
 
 def hydra_config(*overrides: str, directory: Path = ROOT / "conf", search: Path | None = None):

@@ -21,6 +21,7 @@ from lightning.pytorch.loggers import CSVLogger, Logger, WandbLogger
 from lightning.pytorch.loggers.csv_logs import ExperimentWriter
 from lightning_utilities.core.rank_zero import rank_zero_warn
 
+from nexus_lightning.config import no_such_key
 from nexus_lightning.files import write_atomically
 
 if TYPE_CHECKING:
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
 KINDS = ("csv", "wandb", "none")
 WANDB_MODES = ("offline", "online", "disabled")
 WANDB_RUN_ID_FILE = "wandb_run_id.txt"
-_KEYS = {"csv": {"kind"}, "none": {"kind"}, "wandb": {"kind", "project", "mode", "entity", "tags"}}
+_KEYS = {"csv": ("kind",), "none": ("kind",), "wandb": ("kind", "project", "mode", "entity", "tags")}
 
 
 def logger_problems(cfg_logger: dict) -> list[str]:
@@ -37,7 +38,8 @@ def logger_problems(cfg_logger: dict) -> list[str]:
     kind = cfg_logger.get("kind")
     if kind not in KINDS:
         return [f"logger.kind={kind!r}: choose one of {', '.join(KINDS)}"]
-    found = [f"logger.{k}: unknown key for kind={kind}: remove it" for k in cfg_logger.keys() - _KEYS[kind]]
+    valid = _KEYS[kind]
+    found = [no_such_key(f"kind={kind}", f"logger.{k}", v, valid) for k, v in cfg_logger.items() if k not in valid]
     if kind == "wandb":
         mode = cfg_logger.get("mode", "offline")
         if mode not in WANDB_MODES:

@@ -311,6 +311,7 @@ class Scheduler:
         self._closed = False
         self._woken = False
         self._journal = journal
+        self._sitting_out: dict[str, dict[str, Any]] = {}  # counters of tenants that are not in this run
         self._restored: dict[str, dict[str, Any]] = {}  # counters of tenants that are not registered again yet
         if journal is not None:
             self._restore(journal)
@@ -751,10 +752,12 @@ class Scheduler:
             for job in self._jobs.values():
                 if job.state == JobState.LEASED:
                     tenants[job.tenant_id]["leased_samples"] -= job.sample_count
-            return {"seq": dict(self._seq), "tenants": tenants}
+            return {"seq": dict(self._seq), "tenants": {**self._sitting_out, **tenants}}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restores counters. Register the tenants first; names in ``state`` that are not registered are ignored.
+        """Restores counters. Register the tenants first; those of names in ``state`` that are not registered are kept
+        for the next :meth:`state_dict`: a tenant that sits a run out has its jobs done when it comes back, at the least
+        share of the others then.
 
         Sequence numbers never go back. Counters do: what the journal knows of later jobs is not in the weights. A
         registered tenant that ``state`` does not know starts fresh, at the least share of the others.
@@ -767,12 +770,18 @@ class Scheduler:
                 raise ValueError(f"{len(self._jobs)} jobs are in flight: load the scheduler's state before reserving")
             for name, value in state["seq"].items():
                 self._seq[name] = max(self._seq[name], value)
-            known = [tenant for name, tenant in self._tenants.items() if name in state["tenants"]]
-            for tenant in known:
-                tenant.restore(state["tenants"][tenant.tenant_id])
-            least = min((tenant.share for tenant in known), default=0.0)
+            saved = state["tenants"]
+            self._sitting_out = {n: {**c, "share_offset": None} for n, c in saved.items() if n not in self._tenants}
+            known, back = [], []
             for name, tenant in self._tenants.items():
-                if name not in state["tenants"]:
+                if name in saved:
+                    (back if saved[name]["share_offset"] is None else known).append(tenant)
+                    tenant.restore(saved[name])
+            least = min((tenant.share for tenant in known), default=0.0)
+            for tenant in back:
+                tenant.share_offset = least - tenant.leased_samples / tenant.weight
+            for name, tenant in self._tenants.items():
+                if name not in saved:
                     tenant.restore({"ended": {}, "leased_samples": 0, "share_offset": least})
                 tenant.room.notify_all()
                 self._write(tenant)

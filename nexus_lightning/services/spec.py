@@ -20,12 +20,14 @@ from typing import Any
 
 from hydra.core.config_store import ConfigStore
 from omegaconf import MISSING, DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
 
 from nexus_lightning.config import (
+    HEAD_ARGUMENTS,
     IDLE,
+    OPTIMIZER_KEYS,
     TASKS,
     ConfigError,
+    DatasetConfig,
     EnvironmentConfig,
     FeatureStoreConfig,
     NexusConfig,
@@ -34,9 +36,14 @@ from nexus_lightning.config import (
     SchemaConfig,
     TenantConfig,
     TrainerConfig,
+    check_class,
+    known_keys,
+    no_such_key,
+    object_of,
     run_problems,
     tenant_from_dict,
     tenant_problems,
+    valid_keys,
 )
 from nexus_lightning.services.errors import InvalidRequest
 
@@ -140,11 +147,12 @@ def to_serve_config(cfg: DictConfig) -> ServeConfig:
     Raises:
         ConfigError: everything that is wrong with it.
     """
+    _, unknown = known_keys(OmegaConf.to_container(cfg), ServeConfig)
     if missing := sorted(OmegaConf.missing_keys(cfg)):
-        raise ConfigError([f"{key}: a value is required" for key in missing])
+        raise ConfigError(unknown + [f"{key}: a value is required" for key in missing])
     config = OmegaConf.to_object(cfg)
     assert isinstance(config, ServeConfig)
-    if problems := serve_problems(config):
+    if problems := unknown + serve_problems(config):
         raise ConfigError(problems)
     return config
 
@@ -152,6 +160,7 @@ def to_serve_config(cfg: DictConfig) -> ServeConfig:
 def serve_problems(config: ServeConfig) -> list[str]:
     """What is wrong with the server's own configuration, one line each."""
     problems = run_problems(config.run_config())
+    check_class(config.backbone, "backbone", problems)
     trainer = config.trainer
     for key in ("max_jobs", "max_time"):
         if getattr(trainer, key) is not None:
@@ -181,6 +190,39 @@ def serve_problems(config: ServeConfig) -> list[str]:
                     problems.append(f"{where}.{bound}: {odd} are not in allow")
             if entry.environment is not None and entry.environment not in config.registry.environments:
                 problems.append(f"{where}.environment={entry.environment}: not in registry.environments")
+            problems += _entry_problems(kind, where, entry)
+    return problems
+
+
+def _entry_problems(kind: str, where: str, entry: EntryConfig) -> list[str]:
+    """Keys of an entry that nothing reads; those that a request may set are held to the same."""
+    problems, allowed = [], {}
+    for path in entry.allow:
+        *parents, last = path.split(".")
+        node = allowed
+        for parent in parents:
+            node = node.setdefault(parent, {})
+        node[last] = None
+    parts = {f"{where}.config": entry.config, f"{where}.allow": allowed}
+    if kind == "heads":
+        cls = check_class(entry.config, f"{where}.config", problems, skip=OPTIMIZER_KEYS, given=HEAD_ARGUMENTS)
+        valid = [] if cls is None else valid_keys(cls, OPTIMIZER_KEYS, HEAD_ARGUMENTS)
+    else:
+        cls, valid = None, []
+        for key, values in parts.items():
+            problems += known_keys(values, DatasetConfig if kind == "datasets" else EnvironmentConfig, key)[1]
+    if kind == "environments":
+        simulator, schema = entry.config.get("simulator"), [each.name for each in fields(SchemaConfig)]
+        if isinstance(simulator, Mapping):  # what the schema of a request fills in
+            simulator = {**dict.fromkeys(entry.from_schema), **simulator}
+        cls = check_class(simulator, f"{where}.config.simulator", problems)
+        valid = [] if cls is None else valid_keys(cls)
+        unknown = [name for name in entry.from_schema if name not in schema]
+        problems += [no_such_key("a schema", f"{where}.from_schema.{name}", None, schema) for name in unknown]
+        allowed = allowed.get("simulator") or {}
+    if cls is not None:
+        where += ".allow" if kind == "heads" else ".allow.simulator"
+        problems += [no_such_key(cls.__name__, f"{where}.{n}", v, valid) for n, v in allowed.items() if n not in valid]
     return problems
 
 
@@ -289,11 +331,9 @@ class Compiler:
         values = self._environment(schema, key, asked, problems, fill)
         _refuse("the environment cannot be used", problems)
         try:
-            typed = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(EnvironmentConfig), values))
-        except OmegaConfBaseException as error:
-            raise InvalidRequest("the environment cannot be used", [_first_line(key, error)]) from error
-        assert isinstance(typed, EnvironmentConfig)
-        return typed
+            return object_of(EnvironmentConfig, values, key)
+        except ConfigError as error:
+            raise InvalidRequest("the environment cannot be used", error.problems) from error
 
     def _environment(
         self, schema: SchemaConfig, key: str, asked: Any, problems: list[str], fill: bool = True
@@ -377,12 +417,6 @@ def _typed(values: dict[str, Any], key: str) -> TenantConfig:
         return tenant_from_dict(values, key)
     except ConfigError as error:
         raise InvalidRequest(f"the {key} cannot be used", error.problems) from error
-    except OmegaConfBaseException as error:
-        raise InvalidRequest(f"the {key} cannot be used", [_first_line(key, error)]) from error
-
-
-def _first_line(key: str, error: OmegaConfBaseException) -> str:
-    return f"{key}.{error.full_key}: {str(error).splitlines()[0]}" if error.full_key else f"{key}: {error}"
 
 
 def _refuse(what: str, problems: list[str]) -> None:

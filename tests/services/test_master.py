@@ -24,7 +24,7 @@ from served import (
     toy_spec,
 )
 
-from nexus_lightning.config import dataset_root
+from nexus_lightning.config import ConfigError, dataset_root
 from nexus_lightning.producers.demonstrations import (
     DemonstrationReader,
     DemonstrationStream,
@@ -120,6 +120,59 @@ def test_a_workload_is_checked_before_anything_is_built(compiler, change, text):
     with pytest.raises(InvalidRequest) as raised:
         compiler.workload("t", tenant, toy_sft(**change))
     assert text in "\n".join(raised.value.details)
+
+
+def test_every_unknown_key_of_a_request_is_named_with_the_nearest(compiler):
+    schema = {"state_dim": 4, "action_dim": 2, "chunk": 2, "execute": 2, "colour": 1, "control_hertz": 5}
+    with pytest.raises(InvalidRequest) as raised:
+        compiler.tenant("t", toy_spec(schema=schema))
+    assert [line.split(" valid")[0] for line in raised.value.details] == [
+        "spec.schema.colour=1: spec.schema has no such key;",
+        "spec.schema.control_hertz=5: spec.schema has no such key; did you mean control_hz?",
+    ]
+    work = {
+        **RL,
+        "target_jobs": 2,
+        "algorithm": {"name": "ppo", "chunks_per_job": 8, "clip_ratio": 0.3},
+        "eval": {"n_episodes": 3},
+    }
+    with pytest.raises(InvalidRequest) as raised:
+        compiler.workload("t", compiler.tenant("t", toy_spec()), work)
+    text = "\n".join(raised.value.details)
+    assert "workload.algorithm.clip_ratio=0.3: workload.algorithm has no such key; did you mean clip_epsilon?" in text
+    assert "workload.eval.n_episodes=3: workload.eval has no such key; did you mean episodes?" in text
+
+
+def test_every_unknown_key_of_the_servers_configuration_is_named(tmp_path):
+    """Those of the registry, which a request would only meet later, too."""
+    unknown = [
+        "+limits.max_tenant=3",
+        "+registry.heads.mlp.config.hidden=3",
+        "+registry.heads.mlp.chioces={loss: [l1]}",
+        "+registry.environments.toy.config.num_env=3",
+        "+registry.environments.toy.config.simulator.horizn=3",
+        "+registry.datasets.toy.config.record.episode=3",
+        "+backbone.blnd=true",
+        "registry.heads.flow_matching.allow=[lr,nois]",
+        "registry.environments.libero.allow=[simulator.suit,num_env]",
+        "registry.environments.libero.from_schema=[camera]",
+    ]
+    with pytest.raises(ConfigError) as raised:
+        make_config(tmp_path, tmp_path, *unknown)
+    for expected in (
+        "limits.max_tenant=3: limits has no such key; did you mean max_tenants",
+        "registry.heads.mlp.config.hidden=3: ChunkMLPHead has no such key; did you mean hidden_dim?",
+        "registry.heads.mlp.chioces=",
+        "registry.environments.toy.config.num_env=3: registry.environments.toy.config has no such key; did you",
+        "registry.environments.toy.config.simulator.horizn=3: ToySimulator has no such key; did you mean horizon?",
+        "registry.datasets.toy.config.record.episode=3: registry.datasets.toy.config.record has no such key; did you",
+        "backbone.blnd=True: EffNetMiniLM has no such key; did you mean blind?",
+        "registry.heads.flow_matching.allow.nois=None: FlowMatchingHead has no such key;",
+        "registry.environments.libero.allow.simulator.suit=None: LiberoSimulator has no such key; did you mean suite",
+        "registry.environments.libero.allow.num_env=None: registry.environments.libero.allow has no such key",
+        "registry.environments.libero.from_schema.camera=None: a schema has no such key; did you mean cameras",
+    ):
+        assert any(line.startswith(expected) for line in raised.value.problems), (expected, raised.value.problems)
 
 
 @pytest.mark.parametrize("name, dataset", [("maniskill_sft", "maniskill_pushcube"), ("libero", "libero_object_6")])
