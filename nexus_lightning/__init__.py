@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from nexus_lightning.checks import check_backbone, check_head
     from nexus_lightning.environment import Simulator, check_tenant_env
     from nexus_lightning.head import ActionHead
-    from nexus_lightning.module import MultiTenantModule
+    from nexus_lightning.run.module import MultiTenantModule
     from nexus_lightning.schema import TenantSchema
     from nexus_lightning.trainer import NexusTrainer, train
 
@@ -19,7 +19,7 @@ __version__ = "0.1.0"
 _HOMES = {
     "ActionHead": "head",
     "Backbone": "backbone",
-    "MultiTenantModule": "module",
+    "MultiTenantModule": "run.module",
     "NexusTrainer": "trainer",
     "Simulator": "environment",
     "TenantSchema": "schema",

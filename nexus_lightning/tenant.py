@@ -10,12 +10,14 @@ import contextlib
 import hashlib
 import itertools
 import math
+import threading
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
 import torch
 from hydra.utils import get_class
+from tensordict import TensorDict
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
@@ -127,6 +129,41 @@ class TenantRng:
                 torch.cuda.set_rng_state(outside_gpu)
 
 
+class Demonstrations(Protocol):
+    """A tenant's demonstrations in an order that depends on its seed alone."""
+
+    def read(self, start: int, count: int) -> TensorDict:
+        """Samples ``start .. start + count - 1`` with features, ``[count]``."""
+        ...
+
+
+class PassCounter:
+    """Observations of a tenant's training data, and how often the backbone saw them. Thread safe.
+
+    Example:
+        >>> counter = PassCounter()
+        >>> counter.add(observed=10, encoded=10)   # while acting
+        >>> counter.add(encoded=10)                # again by the actor
+        >>> counter.passes_per_observation
+        2.0
+    """
+
+    def __init__(self) -> None:
+        self.observed = self.encoded = 0
+        self._lock = threading.Lock()
+
+    def add(self, observed: int = 0, encoded: int = 0) -> None:
+        """``observed`` new observations; ``encoded`` rows through the backbone."""
+        with self._lock:
+            self.observed += observed
+            self.encoded += encoded
+
+    @property
+    def passes_per_observation(self) -> float:
+        """Mean number of backbone passes per observation so far; 0 before the first one."""
+        return self.encoded / self.observed if self.observed else 0.0
+
+
 @dataclass
 class TenantSlot:
     """Everything mutable of one tenant. ``registration_id`` is never reused inside a process."""
@@ -150,6 +187,8 @@ class TenantSlot:
     ema: AveragedModel | None = None  # running average of the head's weights (head.ema_decay)
     replica: ActionHead | None = None  # of a head in shards: the whole of it, as of the last completed job
     critic: ChunkCritic | None = None  # Q networks of offline RL by iql
+    passes: PassCounter = field(default_factory=PassCounter)  # of its present work, through the backbone
+    demonstrations: Demonstrations | None = None  # what an RL tenant mixes into its training
 
     def __post_init__(self) -> None:
         decay = split_head(self.spec.config.head)[2].get("ema_decay")

@@ -7,7 +7,7 @@ import json
 import os
 import time
 import uuid
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -17,11 +17,10 @@ import torch
 import yaml
 from hydra.utils import get_class, instantiate
 from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
-from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.loggers import Logger
 
 from nexus_lightning.backbone import Backbone
-from nexus_lightning.checkpoint import read_payload, resolve_payload
+from nexus_lightning.checkpoint import resolve_payload
 from nexus_lightning.config import (
     ConfigError,
     NexusConfig,
@@ -29,14 +28,11 @@ from nexus_lightning.config import (
     TrainerConfig,
     dataset_root,
     digest_of,
-    schema_of,
     split_head,
     tenant_from_dict,
     validate,
 )
-from nexus_lightning.demonstrations import record_demonstrations
 from nexus_lightning.files import last_folder, made_once, new_folder, put_in_place, try_lock, write_atomically
-from nexus_lightning.loop import LeaseStream, MultiTenantFitLoop
 from nexus_lightning.memory import (
     Admission,
     estimate,
@@ -46,104 +42,34 @@ from nexus_lightning.memory import (
     head_memory,
     keep_freed_memory,
 )
-from nexus_lightning.module import MultiTenantModule
 from nexus_lightning.monitoring.banner import banner
 from nexus_lightning.monitoring.loggers import close_loggers, logger_problems, make_loggers
 from nexus_lightning.monitoring.progress import NexusProgressBar
 from nexus_lightning.monitoring.report import summary_table, write_report, write_summary
 from nexus_lightning.placement.cluster import connected
-from nexus_lightning.placement.control import Ranks
 from nexus_lightning.placement.plan import Devices, Plan, common_devices, resolve
 from nexus_lightning.placement.sharding import rank_problems, sharding_problems
-from nexus_lightning.placement.strategies import TenantFSDP2, make_strategy
 from nexus_lightning.producers.demonstrations import dataset_stats, open_dataset
+from nexus_lightning.ranks import Ranks
 from nexus_lightning.resume import changed_settings, flat
-from nexus_lightning.runtime import Runtime
-from nexus_lightning.schema import TenantSchema
+from nexus_lightning.run.callbacks import (
+    LAST_CHECKPOINT,
+    JobLifecycle,
+    LocalCheckpointIO,
+    ResumedConfig,
+    RunLifecycle,
+    TenantCheckpoint,
+)
+from nexus_lightning.run.loop import LeaseStream, MultiTenantFitLoop
+from nexus_lightning.run.module import MultiTenantModule
+from nexus_lightning.run.runtime import Runtime
+from nexus_lightning.run.start import load_start, record_dataset
+from nexus_lightning.run.strategies import make_strategy
 from nexus_lightning.simulator import SimulatorDied, SimulatorError
-from nexus_lightning.tenant import NonFiniteWeights, TenantSlot, TenantSpec, build_slot
+from nexus_lightning.tenant import TenantSlot, TenantSpec, build_slot
 
-LAST_CHECKPOINT = Path("checkpoints") / "last.ckpt"
 #: In a run folder, held by the process that writes there.
 RUN_LOCK = "run.lock"
-
-
-class LocalCheckpointIO(TorchCheckpointIO):
-    """Plain files in place of an fsspec transaction.
-
-    A transaction belongs to all threads of the process: the metrics row that an evaluation appends during a checkpoint
-    would be taken into it, and the run would end with an AttributeError of fsspec.
-    """
-
-    def save_checkpoint(
-        self, checkpoint: dict[str, Any], path: str | os.PathLike, storage_options: Any | None = None
-    ) -> None:
-        """Not atomic: :class:`TenantCheckpoint` renames what is complete."""
-        if storage_options is not None:
-            raise TypeError("storage_options: checkpoints are local files")
-        torch.save(checkpoint, path)
-
-
-class TenantCheckpoint(Callback):
-    """Payloads first, then ``checkpoints/last.ckpt`` that names them: every n completed jobs and at the end.
-
-    Lightning's own triggers count optimizer steps of all tenants together and can miss (see its ``global_step``).
-    """
-
-    def __init__(self, runtime: Runtime) -> None:
-        self.runtime = runtime
-        self.every_n_jobs = runtime.config.trainer.checkpoint_every_n_jobs
-        self.saved_at = runtime.job_index
-
-    def on_train_batch_end(self, trainer: L.Trainer, *args: Any) -> None:
-        if self.runtime.job_index - self.saved_at >= self.every_n_jobs:
-            self.save(trainer)
-
-    def save(self, trainer: L.Trainer) -> None:
-        """Called on every rank; rank 0 writes. A resident run is resumed tenant by tenant, from the payloads alone."""
-        self.runtime.save_payloads()
-        self.saved_at = self.runtime.job_index
-        if self.runtime.resident:
-            return
-        path = self.runtime.run_dir / LAST_CHECKPOINT
-        temporary = path.with_suffix(".tmp")
-        trainer.save_checkpoint(temporary)
-        if self.runtime.ranks.first:
-            with temporary.open("rb") as file:
-                os.fsync(file.fileno())
-            temporary.replace(path)
-
-
-class _RuntimeLifecycle(Callback):
-    """Starts producers once Lightning has restored a checkpoint; evaluates and saves once training has ended."""
-
-    def __init__(self, runtime: Runtime, checkpoint: TenantCheckpoint) -> None:
-        self.runtime, self.checkpoint = runtime, checkpoint
-        self._put_back: Callable[[], None] = lambda: None
-
-    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        # Lightning has installed its own SIGTERM handler by now, which would exit without saving.
-        self._put_back = self.runtime.install_signal_handlers()
-        self.checkpoint.saved_at = self.runtime.job_index
-        self.runtime.start()
-
-    def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        self.runtime.finish()
-        self.checkpoint.save(trainer)
-
-    def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        self.runtime.close()
-        self._put_back()
-
-
-class _ResumedConfig(Callback):
-    """``config.yaml`` is the run's that went before until this one has restored everything and trains."""
-
-    def __init__(self, config: NexusConfig) -> None:
-        self.config = config
-
-    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        write_config(self.config, Path(trainer.default_root_dir))
 
 
 class NexusTrainer(L.Trainer):
@@ -163,14 +89,14 @@ class NexusTrainer(L.Trainer):
     def __init__(self, runtime: Runtime, loggers: list[Logger], plan: Plan | None = None, **kwargs: Any) -> None:
         plan = resolve(runtime.config) if plan is None else plan
         config = runtime.config
-        checkpoint = TenantCheckpoint(runtime)
-        callbacks = [_RuntimeLifecycle(runtime, checkpoint), checkpoint, *kwargs.pop("callbacks", [])]
+        ours = [RunLifecycle(runtime), JobLifecycle(runtime), TenantCheckpoint(runtime)]
+        callbacks = [*ours, *kwargs.pop("callbacks", [])]
         show = config.trainer.enable_progress_bar and runtime.ranks.first
         if show:
-            callbacks.append(NexusProgressBar(runtime.status))
+            callbacks.append(NexusProgressBar(runtime.tenancy.status))
         super().__init__(
             accelerator=config.placement.accelerator,
-            strategy=make_strategy(plan, config.placement),
+            strategy=make_strategy(plan, config),
             devices=runtime.ranks.local_size,
             num_nodes=runtime.ranks.size // runtime.ranks.local_size,
             precision=config.placement.precision,  # type: ignore[arg-type]
@@ -191,28 +117,16 @@ class NexusTrainer(L.Trainer):
         if type(self.strategy.checkpoint_io) is TorchCheckpointIO:  # else it was asked for
             self.strategy.checkpoint_io = LocalCheckpointIO()
         self.runtime = runtime
-        self.fit_loop = MultiTenantFitLoop(self, runtime)
-        runtime.on_metrics = lambda metrics, step: [log.log_metrics(metrics, step) for log in self.loggers]
-        if config.trainer.max_time is not None:
-            runtime.deadline_s = time.monotonic() + _seconds(config.trainer.max_time)
+        self.fit_loop = MultiTenantFitLoop(self, runtime.tick)
 
     def fit(self, model: MultiTenantModule, ckpt_path: str | os.PathLike | None = None) -> None:  # type: ignore[override]
         """Train until every target is met, ``max_jobs`` or ``max_time`` is reached, or a signal asks to stop.
 
         A resident run ends only when it is asked to.
         """
-        model.runtime = self.runtime
-        model.build_objectives()  # they know now which rows are this rank's
-        if isinstance(self.strategy, TenantFSDP2):
-            model.shard = self.strategy.shard
-        self.runtime.actor_forward, self.runtime.actor = model.actor_forward, model
         path = None if ckpt_path is None else os.fspath(ckpt_path)
-        super().fit(model, train_dataloaders=LeaseStream(self.runtime), ckpt_path=path, weights_only=True)
-
-
-def _seconds(max_time: str) -> float:
-    days, hours, minutes, seconds = (int(part) for part in max_time.split(":"))
-    return ((days * 24 + hours) * 60 + minutes) * 60 + seconds
+        stream = LeaseStream(self.runtime.tick, self.runtime.schedule)
+        super().fit(model, train_dataloaders=stream, ckpt_path=path, weights_only=True)
 
 
 # ------------------------------------------------------------------------------------------------------ one whole run
@@ -359,14 +273,19 @@ def _run_in(
     slots, datasets = build_slots(config, backbone, payloads, without_data=failed)
     for slot in slots.values():  # built from seeds and files, alike on every rank; this makes sure of it
         ranks.spread(slot.tensors().values())
-    runtime = Runtime(config, backbone, slots, run_dir, datasets, ranks)
-    for name, reason in failed.items():
-        runtime.take_out(name, reason, "")
     loggers = make_loggers(config.logger, run_dir, config.run_name or run_dir.name, asdict(config))
+
+    def log_metrics(metrics: dict[str, float], step: int) -> None:
+        for logger in loggers:
+            logger.log_metrics(metrics, step)
+
+    module = MultiTenantModule(backbone, slots, ranks)
+    runtime = Runtime(config, module, run_dir, datasets, on_metrics=log_metrics)
+    for name, reason in failed.items():
+        runtime.tenancy.quarantine(name, reason, "")
     exit_code = 1
     try:
-        module = MultiTenantModule(backbone, slots)
-        resumed = [_ResumedConfig(asked)] if ckpt_path is not None and ranks.first else []
+        resumed = [ResumedConfig(lambda: write_config(asked, run_dir))] if ckpt_path is not None and ranks.first else []
         trainer = NexusTrainer(runtime, loggers, plan, callbacks=resumed)
         if ranks.first:
             print(_banner(config, runtime, backbone, slots, trainer, plan, ckpt_path), flush=True)
@@ -465,32 +384,6 @@ def record_datasets(config: NexusConfig) -> dict[str, str]:
     return failed
 
 
-def record_dataset(name: str, tenant: TenantConfig, data_dir: str) -> None:
-    """Record one tenant's dataset with its scripted expert unless it exists."""
-    dataset = tenant.dataset
-    if dataset is None or dataset.record is None:
-        return
-    root = dataset_root(tenant, data_dir)
-    assert root is not None and tenant.environment is not None
-    if (root / "meta" / "info.json").is_file():
-        return
-    print(f"recording {dataset.record.episodes} demonstrations for {name} in {root}", flush=True)
-    record_demonstrations(
-        simulator=tenant.environment.simulator,
-        expert=dataset.record.expert,
-        root=root,
-        episodes=dataset.record.episodes,
-        first_seed=dataset.record.first_seed,
-        schema=schema_of(tenant.schema),
-        workers=dataset.record.workers,
-        repo_id=dataset.repo_id,
-        inline=tenant.environment.inline,
-        random_share=dataset.record.random_share,
-        keep_failures=dataset.record.keep_failures,
-        tenant=name,
-    )
-
-
 def starting_payloads(config: NexusConfig, backbone: Backbone, ranks: Ranks | None = None) -> dict[str, Path]:
     """Payload folder of every tenant with ``init_from``; trained first from its recipe when it does not exist."""
     payloads = {}
@@ -579,26 +472,6 @@ def build_slots(
     return slots, datasets
 
 
-def load_start(slot: TenantSlot, path: Path, backbone: Backbone) -> None:
-    """Head and normaliser of a payload become the slot's start; optimizer, counters and random state stay fresh.
-
-    Raises:
-        ValueError: the payload is of another schema or another backbone, or its weights are not finite.
-    """
-    payload = read_payload(path)
-    where = f"tenants.{slot.name}.init_from: payload {path}"
-    changed = TenantSchema(**payload.manifest["schema"]).differences(slot.spec.schema)
-    if changed:
-        raise ValueError(f"{where} has another schema; it differs in {'; '.join(changed)}")
-    if payload.manifest["backbone_fingerprint"] != backbone.fingerprint:
-        raise ValueError(f"{where} was trained on another backbone; set the backbone it names in its manifest.json")
-    slot.start_from(payload.tensors)
-    try:
-        slot.check_finite()
-    except NonFiniteWeights as error:
-        raise ValueError(f"{where} cannot be started from: {error}; choose an earlier version") from None
-
-
 def _banner(
     config: NexusConfig,
     runtime: Runtime,
@@ -659,8 +532,9 @@ def _banner(
             "training": f"{config.queues.training.max_gb_per_tenant:g} GB per tenant",
         },
         features={
-            name: f"{'reused by training' if plan.reuse else 'computed again for training'} ({plan.reason})"
-            for name, plan in runtime.reuse.items()
+            name: f"{'reused by training' if reuse.reuse else 'computed again for training'} ({reuse.reason})"
+            for name, member in runtime.members.items()
+            if (reuse := member.reuse) is not None
         },
         resumed_from=None if ckpt_path is None else str(ckpt_path),
     )
@@ -704,17 +578,18 @@ def _summary(runtime: Runtime, module: MultiTenantModule) -> dict[str, Any]:
         ),
         "jobs_by_state": jobs,
         "utilisation": runtime.events.utilisation(),
-        "interrupted": runtime.interrupted,
+        "interrupted": runtime.schedule.interrupted,
         "backbone_rows": {
             "actor": module.encode_stats.rows,
             "actor_calls": module.encode_stats.calls,
             "demonstrations": {
-                name: reader.entry.computed_rows if reader.entry is not None else 0
-                for name, reader in runtime.readers.items()
+                name: member.reader.entry.computed_rows if member.reader.entry is not None else 0
+                for name, member in runtime.members.items()
+                if member.reader is not None
             },
         },
         "backbone_passes_per_observation": {
-            name: counter.passes_per_observation for name, counter in runtime.passes.items()
+            name: slot.passes.passes_per_observation for name, slot in runtime.slots.items()
         },
         "inference": runtime.server.summary(),
         "inference_replicas": runtime.replica_summary,

@@ -17,7 +17,6 @@ from nexus_lightning.config import AlgorithmConfig, AugmentationConfig, ConfigEr
 from nexus_lightning.conventions import DatasetConverter
 from nexus_lightning.demonstrations import record_demonstrations
 from nexus_lightning.features.grouping import EncodeRequest, EncodeStats, encode_together, passes
-from nexus_lightning.features.reuse import PassCounter
 from nexus_lightning.features.store import FeatureStore
 from nexus_lightning.producers.demonstrations import (
     DemonstrationReader,
@@ -29,6 +28,7 @@ from nexus_lightning.producers.demonstrations import (
 )
 from nexus_lightning.queues.jobs import Scheduler
 from nexus_lightning.schema import MODE_STATISTICS, Normalizer, TenantSchema
+from nexus_lightning.tenant import PassCounter
 from nexus_lightning.trainer import train
 
 SIMULATOR = {"_target_": "fake_simulator.FakeSimulator", "goal": 2.0, "horizon": 6, "cameras": ["front"]}

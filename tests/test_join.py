@@ -97,15 +97,9 @@ def test_a_tenant_works_again_with_its_policy_and_a_fresh_optimizer(serving):
         assert slot.optimizer is not optimizer and master.trainer.strategy.optimizers == [slot.optimizer]
         assert state_of(master, "t")["counters"] == (5, 3, 12, 3)
         assert all(torch.equal(v, normalizer[k]) for k, v in slot.normalizer.state_dict().items())
-        runtime = master.runtime
-        tables = (
-            runtime.producers,
-            runtime.readers,
-            runtime.evaluators,
-            runtime.datasets,
-            runtime.queue.partitions("t"),
-        )
-        assert not any(tables) and runtime.queue.used_bytes("t") == 0
+        member, queue = master.runtime.members["t"], master.runtime.queue
+        left = (member.producers, member.reader, member.evaluator, member.dataset, queue.partitions("t"))
+        assert not any(left) and queue.used_bytes("t") == 0
 
 
 def test_rl_pause_cancel_and_evaluation_of_a_live_tenant(serving):
@@ -130,6 +124,6 @@ def test_rl_pause_cancel_and_evaluation_of_a_live_tenant(serving):
         master.wait_metrics("rl", master.metrics("rl")[-1]["id"], 60)
         master.cancel("rl")
         assert end.wait()["status"] == "cancelled"
-        assert master.describe("rl")["state"] == "idle" and not master.runtime.producers
+        assert master.describe("rl")["state"] == "idle" and not master.runtime.members["rl"].producers
         with pytest.raises(Conflict, match="no workload"):
             master.cancel("rl")

@@ -364,7 +364,7 @@ def test_serving_on_a_device_of_its_own(compose, monkeypatch):
     from fakes import FakeBackbone
 
     from nexus_lightning.checkpoint import read_payload, resolve_payload
-    from nexus_lightning.runtime import Runtime
+    from nexus_lightning.run.runtime import Runtime
     from nexus_lightning.trainer import train
 
     runtimes, init = [], Runtime.__init__

@@ -27,7 +27,7 @@ from nexus_lightning.inference.requests import Ask, Session
 from nexus_lightning.inference.server import TenantInferenceServer
 from nexus_lightning.placement.cluster import connected
 from nexus_lightning.placement.plan import resolve
-from nexus_lightning.runtime import Runtime
+from nexus_lightning.run.schedule import Schedule
 from nexus_lightning.schema import Normalizer, TenantSchema
 from nexus_lightning.simulator import RaySimulator
 from nexus_lightning.tenant import TenantSpec, build_slot
@@ -328,15 +328,15 @@ def test_replicas_and_collectors_on_the_cluster_train_the_same_bits(compose, clu
     asked again elsewhere. The supervised tenant is evaluated on the cluster and does not notice."""
     import ray
 
-    def lose(runtime, tenant, job, *rest):
-        (producer,) = [p for p in runtime.producers if p.tenant == "a"]
-        if job.metadata["cursor"] == 1:
-            ray.kill(runtime.fleet.actors[0], no_restart=True)
-        if job.metadata["cursor"] == 2:
-            ray.kill(producer.remote._collector.remote_collectors[0])
-        if job.metadata["cursor"] == 3:
+    def lose(schedule, job):
+        member, cursor = schedule.tenancy.members[job.tenant_id], job.metadata["cursor"]
+        if job.tenant_id == "a" and cursor == 1:
+            ray.kill(schedule.shared.fleet.actors[0], no_restart=True)
+        if job.tenant_id == "a" and cursor == 2:
+            ray.kill(member.producers[0].remote._collector.remote_collectors[0])
+        if job.tenant_id == "a" and cursor == 3:
             cluster.remove_node(next(iter(cluster.worker_nodes)), allow_graceful=False)
-        return told(runtime, tenant, job, *rest)
+        return read(schedule, job)
 
     def config(*overrides):
         supervised = ["+tenant@tenants.s=toy_sft", "tenants.s.target_jobs=3", "tenants.s.eval.every_n_jobs=2"]
@@ -344,8 +344,8 @@ def test_replicas_and_collectors_on_the_cluster_train_the_same_bits(compose, clu
         return made
 
     local = train(config(), FakeBackbone())
-    told = Runtime._on_rollout
-    monkeypatch.setattr(Runtime, "_on_rollout", lose)
+    read = Schedule.read
+    monkeypatch.setattr(Schedule, "read", lose)
     reserve = [f"placement.ray.num_cpus_per_{what}=0.25" for what in ("simulator", "replica", "collector")]
     remote = train(config(*ray_overrides, "placement.ray.inference_replicas=2", *reserve), FakeBackbone())
     same_run(local, remote, "a")

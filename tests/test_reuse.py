@@ -17,11 +17,11 @@ from nexus_lightning.checks import random_observation
 from nexus_lightning.config import AlgorithmConfig
 from nexus_lightning.features.grouping import EncodeStats
 from nexus_lightning.features.reuse import in_row_order, plan_reuse
-from nexus_lightning.module import MultiTenantModule
 from nexus_lightning.objectives.policy_gradient import PolicyGradientObjective
 from nexus_lightning.producers.rollouts import with_features
+from nexus_lightning.run.module import MultiTenantModule
 from nexus_lightning.schema import Normalizer, TenantSchema
-from nexus_lightning.tenant import TenantSpec, build_slot
+from nexus_lightning.tenant import PassCounter, TenantSpec, build_slot
 from nexus_lightning.trainer import train
 
 SCHEMA = TenantSchema(cameras=("camera",), image_size=32, state_dim=3, action_dim=2, chunk=3, execute=3, gripper="none")
@@ -90,10 +90,11 @@ def test_training_on_kept_features_equals_training_on_features_computed_again():
 
     module = MultiTenantModule.__new__(MultiTenantModule)
     torch.nn.Module.__init__(module)
-    module.backbone, module.runtime, module.encode_stats = backbone, None, EncodeStats()
-    slot = type("Slot", (), {"head": head, "spec": type("Spec", (), {"schema": SCHEMA}), "name": "a"})
+    module.backbone, module.encode_stats = backbone, EncodeStats()
+    spec = type("Spec", (), {"schema": SCHEMA})
+    slot = type("Slot", (), {"head": head, "spec": spec, "name": "a", "passes": PassCounter()})
     again = module._with_features([(slot, partition)])[0]
-    assert module.encode_stats.rows == rows
+    assert module.encode_stats.rows == slot.passes.encoded == rows
 
     objective = PolicyGradientObjective(head, Normalizer(SCHEMA), AlgorithmConfig(chunks_per_job=steps))
     gradients = []

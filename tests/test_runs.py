@@ -24,9 +24,9 @@ from nexus_lightning import checkpoint
 from nexus_lightning.checkpoint import Payload, list_payloads, read_payload, resolve_payload, tensors_digest
 from nexus_lightning.config import ConfigError
 from nexus_lightning.policy import load_policy
-from nexus_lightning.producers.evaluation import summarise
 from nexus_lightning.resume import changed_settings
-from nexus_lightning.runtime import Runtime
+from nexus_lightning.run.mailbox import Evaluated
+from nexus_lightning.run.payloads import Payloads
 from nexus_lightning.tenant import NonFiniteWeights, TenantSpec, build_slot
 from nexus_lightning.trainer import train
 
@@ -467,27 +467,28 @@ def test_relative_folders_work(toy, tmp_path, monkeypatch):
     assert train(config)["tenants"]["toy_sft"]["jobs_completed"] == 8
 
 
-def test_an_evaluation_ends_while_a_payload_is_written(toy, monkeypatch):
-    """It belongs to the next one; the payload is read back and compared with what was to be saved."""
-    save, verify, runs = Runtime.save_payload, checkpoint._verify, []
+def test_an_evaluation_that_ends_while_a_payload_is_written_belongs_to_the_next_one(toy, monkeypatch):
+    """The evaluator's thread posts it; the payload is read back and compared with what was to be saved."""
+    save, verify, saving = Payloads.save, checkpoint._verify, []
     episode = {"task": "t", "instruction": "t", "seed": 0, "success": True, "success_at_end": True}
-    result = summarise("toy_sft", 0, [{**episode, "episode_return": 1.0, "episode_length": 3}])
+    result = Evaluated("toy_sft", 0, [{**episode, "episode_return": 1.0, "episode_length": 3}], None)
 
-    def saving(runtime, slot):
-        runs.append(runtime)
-        return save(runtime, slot)
+    def saved(payloads, member):
+        saving.append((payloads.shared.mailbox, member))
+        return save(payloads, member)
 
     def verifying(*arguments):
-        thread = threading.Thread(target=runs[-1].record_evaluation, args=(result, None))
+        thread = threading.Thread(target=saving[-1][0].post, args=(result,))
         thread.start()
         thread.join()
         verify(*arguments)
 
-    monkeypatch.setattr(Runtime, "save_payload", saving)
+    monkeypatch.setattr(Payloads, "save", saved)
     monkeypatch.setattr(checkpoint, "_verify", verifying)
-    run = train(toy("+tenants=[toy_sft]", "trainer.max_jobs=1"))
-    payload = read_payload(resolve_payload(f"{run['run_dir']}/tenants/toy_sft"))
-    assert len(payload.state["evaluations"]) < len(runs[-1].slots["toy_sft"].evaluations)
+    run = train(toy("+tenants=[toy_sft]", "trainer.max_jobs=2", "trainer.checkpoint_every_n_jobs=1"))
+    states = [read_payload(f"{run['run_dir']}/tenants/toy_sft/v0000000{v}").state for v in (1, 2)]
+    kept = [[e["policy_version"] for e in state["evaluations"]] for state in states]
+    assert kept == [[], [0]], "not in the payload that was being written, in the next one"
 
 
 def test_an_evaluation_that_is_due_comes_before_the_next_rollout(toy):

@@ -6,7 +6,6 @@ actor never runs the backbone for a rollout; without, it encodes the rollout's o
 
 from __future__ import annotations
 
-import threading
 from dataclasses import dataclass
 from typing import cast
 
@@ -94,30 +93,3 @@ def in_row_order(decisions: list[VLAFeature], num_envs: int) -> torch.Tensor:
         [0, 2, 4, 1, 3, 5]
     """
     return torch.arange(len(decisions) * num_envs).view(len(decisions), num_envs).t().flatten()
-
-
-class PassCounter:
-    """Observations of a tenant's training data, and how often the backbone saw them. Thread safe.
-
-    Example:
-        >>> counter = PassCounter()
-        >>> counter.add(observed=10, encoded=10)   # while acting
-        >>> counter.add(encoded=10)                # again by the actor
-        >>> counter.passes_per_observation
-        2.0
-    """
-
-    def __init__(self) -> None:
-        self.observed = self.encoded = 0
-        self._lock = threading.Lock()
-
-    def add(self, observed: int = 0, encoded: int = 0) -> None:
-        """``observed`` new observations; ``encoded`` rows through the backbone."""
-        with self._lock:
-            self.observed += observed
-            self.encoded += encoded
-
-    @property
-    def passes_per_observation(self) -> float:
-        """Mean number of backbone passes per observation so far; 0 before the first one."""
-        return self.encoded / self.observed if self.observed else 0.0

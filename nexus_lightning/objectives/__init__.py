@@ -2,12 +2,11 @@
 
 from nexus_lightning.config import TenantConfig
 from nexus_lightning.objectives.awr import AWRObjective
+from nexus_lightning.objectives.base import Objective
 from nexus_lightning.objectives.cotraining import CoTrainingObjective
 from nexus_lightning.objectives.iql import ChunkCritic, IQLObjective
 from nexus_lightning.objectives.policy_gradient import PROXIMAL_LOG_PROB, PolicyGradientObjective
 from nexus_lightning.objectives.sft import SFTObjective
-
-Objective = SFTObjective | PolicyGradientObjective | CoTrainingObjective | AWRObjective | IQLObjective
 
 __all__ = [
     "AWRObjective",

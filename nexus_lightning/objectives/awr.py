@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import torch
 from tensordict import TensorDict
 from torch import Tensor
@@ -11,6 +9,7 @@ from torchrl.objectives import IQLLoss
 
 from nexus_lightning.config import AlgorithmConfig
 from nexus_lightning.head import ActionHead
+from nexus_lightning.objectives.base import Objective
 from nexus_lightning.schema import Normalizer
 
 #: Largest weight of a sample against the mean one's (AWR cuts at 20, too).
@@ -19,7 +18,7 @@ MAX_WEIGHT = 20.0
 EXPECTILE = 0.5
 
 
-class AWRObjective:
+class AWRObjective(Objective):
     """Imitate what turned out better than expected (Peng et al. 2019, arXiv 1910.00177).
 
     The critic regresses the return to go with an expectile (0.5: the mean, as AWR; above: optimistic, the value step of
@@ -31,24 +30,19 @@ class AWRObjective:
     ``return_to_go`` ``[N, 1]``.
     """
 
-    encode_whole_job = False
     fields = ("actions", "is_pad", "return_to_go")
-    #: What the means in :meth:`loss` are taken over.
-    means = ("loss",)
 
     def __init__(self, head: ActionHead, normalizer: Normalizer, algorithm: AlgorithmConfig, batch_size: int) -> None:
         self.head, self.normalizer, self.algorithm, self.batch_size = head, normalizer, algorithm, batch_size
         self.expectile = EXPECTILE if algorithm.expectile is None else algorithm.expectile
 
-    def minibatches(self, data: TensorDict) -> Iterator[TensorDict]:
-        """In the order of the partition: the producer has already shuffled by the tenant's seed."""
-        yield from data.split(self.batch_size)
-
     def row_weights(self, data: TensorDict) -> dict[str, Tensor]:
         """1 for every row with a valid step: the others pad the batch of several ranks."""
         return {"loss": (~data["is_pad"]).sum(-1) > 0}
 
-    def loss(self, batch: TensorDict, jobs_completed: int, shares: dict[str, float] | None = None) -> dict[str, Tensor]:
+    def loss(
+        self, batch: TensorDict | None, jobs_completed: int, shares: dict[str, float] | None = None
+    ) -> dict[str, Tensor]:
         """``{"loss", "policy_loss", "value_loss", "advantage", "weight_share"}`` (scalars).
 
         ``weight_share`` is the effective number of samples over the number of samples: 1 when all weigh alike.
@@ -56,6 +50,7 @@ class AWRObjective:
         With ``shares`` this rank's summands of the mean over all ranks' rows. Each rank draws from its own rows: their
         weights are relative to those rows, not to the whole minibatch.
         """
+        assert batch is not None
         losses = self._loss(batch, jobs_completed)
         return losses if shares is None else {k: v * shares["loss"] for k, v in losses.items()}
 

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from tensordict import TensorDict
 from torch import Tensor
 
+from nexus_lightning.objectives.base import Objective
 from nexus_lightning.objectives.policy_gradient import PolicyGradientObjective
 from nexus_lightning.objectives.sft import SFTObjective
-from nexus_lightning.placement.shares import Share
+from nexus_lightning.shares import Minibatch, RowWeights, Share
 
 
-class CoTrainingObjective:
+class CoTrainingObjective(Objective):
     """``rl loss + weight * sft loss``: keeps a policy near its demonstrations while it learns from outcomes.
 
     The demonstrations' auxiliary loss of DAPG (Rajeswaran et al. 2018, arXiv 1709.10087), without its decay and with
@@ -30,6 +31,7 @@ class CoTrainingObjective:
 
     encode_whole_job = PolicyGradientObjective.encode_whole_job
     means = PolicyGradientObjective.means
+    trains_without_rows = True
 
     def __init__(
         self,
@@ -42,9 +44,22 @@ class CoTrainingObjective:
         self.rl, self.sft, self.weight, self.draw = rl, sft, weight, draw
         self.share = Share() if share is None else share
 
-    def minibatches(self, data: TensorDict) -> Iterator[TensorDict]:
+    @property
+    def normalizes_advantages(self) -> bool:
+        """As the rl objective does."""
+        return self.rl.normalizes_advantages
+
+    def counted(self, data: TensorDict) -> TensorDict:
         """Of the rollout."""
-        return self.rl.minibatches(data)
+        return self.rl.counted(data)
+
+    def row_weights(self, data: TensorDict) -> dict[str, Tensor]:
+        """Of the rollout."""
+        return self.rl.row_weights(data)
+
+    def cut(self, weights: Sequence[RowWeights], rank: int) -> Iterable[Minibatch]:
+        """Of the rollout."""
+        return self.rl.cut(weights, rank)
 
     def loss(
         self, batch: TensorDict | None, jobs_completed: int, shares: dict[str, float] | None = None

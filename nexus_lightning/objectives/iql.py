@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import cast
 
 import torch
@@ -14,6 +13,7 @@ from nexus_lightning.backbone import VLAFeature
 from nexus_lightning.config import AlgorithmConfig
 from nexus_lightning.head import ActionHead
 from nexus_lightning.objectives.awr import expectile_loss
+from nexus_lightning.objectives.base import Objective
 from nexus_lightning.schema import Normalizer
 
 #: Largest weight ``exp(advantage / temperature)`` of a sample, as in the paper's code and in TorchRL's ``IQLLoss``.
@@ -63,7 +63,7 @@ class ChunkCritic(nn.Module):
         self.slow.update_parameters(self.networks)
 
 
-class IQLObjective:
+class IQLObjective(Objective):
     """Implicit Q-learning (Kostrikov et al. 2021, arXiv 2110.06169), one decision = the executed part of a chunk.
 
     - ``Q(s, chunk)`` regresses ``r_1 + ... + gamma^(n-1) r_n + gamma^n V(s')``, n the steps that were carried out, no
@@ -82,10 +82,7 @@ class IQLObjective:
     ``discount`` ``[N, 1]``, ``taken`` bool ``[N, execute]``, ``next_features`` and ``next_state``.
     """
 
-    encode_whole_job = False
     fields = ("actions", "is_pad", "reward", "discount", "taken", "next_features", "next_state")
-    #: What the means in :meth:`loss` are taken over.
-    means = ("loss",)
 
     def __init__(
         self,
@@ -99,19 +96,14 @@ class IQLObjective:
         self.algorithm, self.batch_size = algorithm, batch_size
         self.expectile = EXPECTILE if algorithm.expectile is None else algorithm.expectile
 
-    def minibatches(self, data: TensorDict) -> Iterator[TensorDict]:
-        """In the order of the partition, without samples of which nothing was carried out (they have no target)."""
-        for batch in data.split(self.batch_size):
-            batch = batch[batch["taken"].any(-1)]
-            if len(batch):
-                yield batch
-
     def row_weights(self, data: TensorDict) -> dict[str, Tensor]:
-        """1 for every sample of which something was carried out; what pads the batch of several ranks has no step."""
+        """1 for every sample of which something was carried out (others have no target), and which is no padding."""
         taken, is_pad = cast(Tensor, data["taken"]), cast(Tensor, data["is_pad"])
         return {"loss": taken.any(-1) & ~is_pad.all(-1)}
 
-    def loss(self, batch: TensorDict, jobs_completed: int, shares: dict[str, float] | None = None) -> dict[str, Tensor]:
+    def loss(
+        self, batch: TensorDict | None, jobs_completed: int, shares: dict[str, float] | None = None
+    ) -> dict[str, Tensor]:
         """``loss`` and what is logged (scalars).
 
         ``policy_loss``, ``value_loss``, ``q_loss``, ``q`` and ``value`` (means), ``advantage`` (mean of Q - V),
@@ -120,6 +112,7 @@ class IQLObjective:
         With ``shares`` this rank's summands of the mean over all ranks' rows. Values are those of one rank; the policy
         imitates what each rank draws from its own rows: their weights are relative to those rows.
         """
+        assert batch is not None
         losses = self._loss(batch, jobs_completed)
         return losses if shares is None else {k: v * shares["loss"] for k, v in losses.items()}
 

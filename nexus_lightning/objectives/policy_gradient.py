@@ -21,7 +21,7 @@ what a stale rollout finds beyond the clip already gets no gradient, however wro
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Sequence
 from typing import cast
 
 import torch
@@ -35,7 +35,9 @@ from torchrl.objectives.value.functional import generalized_advantage_estimate
 
 from nexus_lightning.config import AlgorithmConfig
 from nexus_lightning.head import ActionHead
+from nexus_lightning.objectives.base import Objective
 from nexus_lightning.schema import Normalizer
+from nexus_lightning.shares import Minibatch, RowWeights, cut_permutation
 
 CHUNK = ("vla_action", "chunk")
 LOG_PROBS = ("vla_action", "log_probs")
@@ -239,7 +241,7 @@ def _finished_groups(rollout: TensorDict) -> list[tuple[list[Tensor], Tensor]]:
     ]
 
 
-class PolicyGradientObjective:
+class PolicyGradientObjective(Objective):
     """PPO, GRPO or REINFORCE over the rows of one rollout partition.
 
     Partition fields (rows = decisions): ``features`` and raw ``state`` (or, without feature reuse, ``observation`` and
@@ -300,14 +302,20 @@ class PolicyGradientObjective:
             )
         self.loss_module.set_keys(**keys, sample_log_prob="sample_log_prob")
 
-    def minibatches(self, data: TensorDict) -> Iterator[TensorDict]:
-        """``epochs`` passes in an order drawn from the tenant's random stream (the caller is inside its scope)."""
-        data = data[data["counts"].squeeze(-1)]
-        if not len(data):
-            return
-        for _ in range(self.algorithm.epochs):
-            for rows in torch.randperm(len(data)).split(self.algorithm.minibatch_size):
-                yield data[rows]
+    @property
+    def normalizes_advantages(self) -> bool:
+        """A group's advantages are relative to the group already."""
+        return self.algorithm.name != "grpo"
+
+    def counted(self, data: TensorDict) -> TensorDict:
+        """Without decisions that teach nothing, see :func:`group_advantages`."""
+        return data[data["counts"].squeeze(-1)]
+
+    def cut(self, weights: Sequence[RowWeights], rank: int) -> Iterable[Minibatch]:
+        """``epochs`` passes, each in an order that is drawn when it begins."""
+        num_rows = sum(len(w["rows"]) for w in weights)
+        orders = (torch.randperm(num_rows) for _ in range(self.algorithm.epochs if num_rows else 0))
+        return cut_permutation(weights, orders, self.algorithm.minibatch_size, rank)
 
     @torch.no_grad()
     def actor_forward(self, batch: TensorDict) -> TensorDict:
@@ -329,7 +337,9 @@ class PolicyGradientObjective:
         mask = unit_mask(data[EXECUTED], data[CHUNK].shape[-1], self.algorithm.log_prob_level)
         return {"units": mask.sum(-1), "rows": torch.ones(len(data))}
 
-    def loss(self, batch: TensorDict, jobs_completed: int, shares: dict[str, float] | None = None) -> dict[str, Tensor]:
+    def loss(
+        self, batch: TensorDict | None, jobs_completed: int, shares: dict[str, float] | None = None
+    ) -> dict[str, Tensor]:
         """``loss`` and, under the names that TorchRL and RLinf use, what is logged (scalars).
 
         ``shares``: of a minibatch that several ranks hold, what part of the units and of the rows ``batch`` is; the
@@ -340,6 +350,7 @@ class PolicyGradientObjective:
         ``algorithm.proximal`` the one that the job started from; then also ``importance_weight`` (mean of w) and
         ``behavior_kl`` (mean of log p_behaviour - log p_proximal).
         """
+        assert batch is not None
         executed, num_dims = batch[EXECUTED], batch[CHUNK].shape[-1]
         mask = unit_mask(executed, num_dims, self.algorithm.log_prob_level)
         old, advantage = batch["sample_log_prob"][mask], batch["advantage"].expand_as(mask)[mask]

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 from tensordict import TensorDict
 from torch import Tensor
 
 from nexus_lightning.head import ActionHead
+from nexus_lightning.objectives.base import Objective
 from nexus_lightning.schema import Normalizer
 
 
-class SFTObjective:
+class SFTObjective(Objective):
     """The head's own supervised loss, one optimizer step per minibatch of the job.
 
     Partition fields (rows = samples): ``features`` (VLAFeature) and ``state`` ``[N, S]`` raw float32 (or
@@ -20,25 +19,20 @@ class SFTObjective:
     """
 
     fields = ("actions", "is_pad")
-    #: What the mean in :meth:`loss` is taken over.
-    means = ("loss",)
-    #: Observations are encoded per minibatch (each row is read once per job), so that tenants can share the passes.
-    encode_whole_job = False
 
     def __init__(self, head: ActionHead, normalizer: Normalizer, batch_size: int) -> None:
         self.head, self.normalizer, self.batch_size = head, normalizer, batch_size
-
-    def minibatches(self, data: TensorDict) -> Iterator[TensorDict]:
-        """In the order of the partition: the producer has already shuffled by the tenant's seed."""
-        yield from data.split(self.batch_size)
 
     def row_weights(self, data: TensorDict) -> dict[str, Tensor]:
         """How many elements of each row count."""
         return {"loss": self.head.loss_elements(self.normalizer.normalize_action(data["actions"]), data["is_pad"])}
 
-    def loss(self, batch: TensorDict, jobs_completed: int, shares: dict[str, float] | None = None) -> dict[str, Tensor]:
-        """The head's own; with ``shares`` this rank's summands of the mean over all ranks' rows."""
+    def loss(
+        self, batch: TensorDict | None, jobs_completed: int, shares: dict[str, float] | None = None
+    ) -> dict[str, Tensor]:
+        """The head's own."""
         del jobs_completed
+        assert batch is not None
         state = self.normalizer.normalize_state(batch["state"])
         actions = self.normalizer.normalize_action(batch["actions"])
         losses = self.head.loss(batch["features"], state, actions, batch["is_pad"])

@@ -16,14 +16,13 @@ from torchvision.transforms.v2 import functional
 from nexus_lightning.backbone import Backbone, FeatureSpec, VLAFeature, concatenate_features, sharing_key
 from nexus_lightning.config import AlgorithmConfig, AugmentationConfig, ConfigError, DatasetConfig
 from nexus_lightning.conventions import DatasetConverter
-from nexus_lightning.features.reuse import PassCounter
 from nexus_lightning.features.store import FeatureEntry, FeatureStore, StoreKey, dataset_revision
-from nexus_lightning.placement.shares import Share
 from nexus_lightning.producers.base import Producer
 from nexus_lightning.queues.jobs import JobState, Scheduler
 from nexus_lightning.queues.training import TrainingQueue
 from nexus_lightning.schema import MODE_STATISTICS, NormalizationStats, TenantSchema
-from nexus_lightning.tenant import TenantSlot, derive_seed
+from nexus_lightning.shares import Share
+from nexus_lightning.tenant import PassCounter, TenantSlot, derive_seed
 
 
 def open_dataset(config: DatasetConfig, schema: TenantSchema, root: Path | None) -> Any:

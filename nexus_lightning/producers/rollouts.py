@@ -14,10 +14,11 @@ from torchrl.collectors import Collector
 from nexus_lightning.backbone import VLAFeature, concatenate_features
 from nexus_lightning.config import AlgorithmConfig
 from nexus_lightning.environment import SimulatorEnv
-from nexus_lightning.features.reuse import PassCounter, in_row_order
+from nexus_lightning.features.reuse import in_row_order
 from nexus_lightning.inference.client import TenantPolicyClient
 from nexus_lightning.inference.policies import ServedPolicies
 from nexus_lightning.inference.server import TenantInferenceServer
+from nexus_lightning.monitoring.events import EventLog
 from nexus_lightning.objectives.policy_gradient import (
     EXECUTED,
     LOG_PROBS,
@@ -27,12 +28,12 @@ from nexus_lightning.objectives.policy_gradient import (
     group_metrics,
     next_values,
 )
-from nexus_lightning.placement.shares import Share
 from nexus_lightning.producers.base import Producer
 from nexus_lightning.producers.demonstrations import DemonstrationReader
 from nexus_lightning.producers.evaluation import Episode, Evaluated, Evaluator, run_episodes
 from nexus_lightning.queues.jobs import Job, JobState, Scheduler
 from nexus_lightning.queues.training import TrainingQueue
+from nexus_lightning.shares import Share
 from nexus_lightning.simulator import SimulatorDied
 from nexus_lightning.tenant import TenantSlot, derive_seed
 
@@ -170,7 +171,7 @@ class RolloutProducer(Producer):
     """version -> reserve -> roll out -> advantages -> ready, several jobs ahead of the actor up to the bounds.
 
     With ``algorithm.proximal`` a job waits for the actor instead, which adds its own view of the rollout and then the
-    advantages when the job's turn has come (:meth:`~nexus_lightning.runtime.Runtime.prepare_jobs`).
+    advantages when the job's turn has come (:meth:`~nexus_lightning.run.schedule.Schedule.prepare`).
 
     A rollout is a pure function of (tenant seed, rollout index, policy version), see :class:`TenantCollector`: a
     resumed run needs the index alone. Evaluations of the tenant run on the same simulators between two rollouts. The
@@ -188,11 +189,9 @@ class RolloutProducer(Producer):
         scheduler: Scheduler,
         queue: TrainingQueue,
         on_failure: Callable[[str, str, str], None],
-        on_rollout: Callable[[str, Job, dict[str, float], float, float], None],
-        clock: Callable[[], float],
+        events: EventLog,
         lease_deadline_s: float,
         reuse: bool,
-        passes: PassCounter,
         share: Share | None = None,
         warm_up: DemonstrationReader | None = None,
         max_restarts: int = 0,
@@ -204,8 +203,8 @@ class RolloutProducer(Producer):
         assert algorithm is not None
         self.slot, self.env, self.evaluator, self.algorithm = slot, env, evaluator, algorithm
         self.served, self.scheduler, self.queue = served, scheduler, queue
-        self.on_rollout, self.clock, self.lease_deadline_s = on_rollout, clock, lease_deadline_s
-        self.reuse, self.passes, self.warm_up, self.max_restarts = reuse, passes, warm_up, max_restarts
+        self.events, self.lease_deadline_s = events, lease_deadline_s
+        self.reuse, self.warm_up, self.max_restarts = reuse, warm_up, max_restarts
         self.share = Share() if share is None else share
         self.policy = server.client(slot.name, sample=True)
 
@@ -272,18 +271,16 @@ class RolloutProducer(Producer):
         )
 
     def _roll_out(self, job: Job, index: int, version: int, collector: TenantCollector | RemoteCollector) -> None:
-        start = self.clock()
+        start_s = self.events.now()
         rollout = collector.collect(index, version)
-        self.on_rollout(self.tenant, job, rollout.metrics, start, self.clock())
-        self.passes.add(observed=rollout.observed, encoded=rollout.observed)
+        self.events.span("environment", {self.tenant: job.sample_count}, start_s, self.events.now(), kind="rollout")
+        self.slot.passes.add(observed=rollout.observed, encoded=rollout.observed)
         self.queue.put(job.partition_id, rollout.partition, tenant_id=self.tenant)
         if self.algorithm.proximal:  # the actor goes on, right before it trains the job
-            self.scheduler.mark(job.job_id, JobState.NEEDS_ACTOR_FORWARD)
+            self.scheduler.mark(job.job_id, JobState.NEEDS_ACTOR_FORWARD, rollout=rollout.metrics)
             return
-        self.scheduler.mark(job.job_id, JobState.NEEDS_ADVANTAGES)
-        advantage_stage(
-            self.scheduler, self.queue, self.slot, self.lease_deadline_s, self.env.num_envs, self.share.count == 1
-        )
+        self.scheduler.mark(job.job_id, JobState.NEEDS_ADVANTAGES, rollout=rollout.metrics)
+        advantage_stage(self.scheduler, self.queue, self.slot, self.lease_deadline_s, self.env.num_envs)
 
 
 class AbsentRolloutProducer(Producer):
@@ -332,14 +329,13 @@ def advantage_stage(
     slot: TenantSlot,
     lease_deadline_s: float,
     num_envs: int,
-    normalize: bool = True,
 ) -> None:
     """Advantages of the tenant's next job that waits for them, under a lease: metadata, data, derived columns, READY.
 
     Values are those that acted, or those of the actor-forward stage where there was one; the bootstrap at a cut is
     always the former: the observation after a cut does not travel. Does nothing when no job waits (its tenant was
-    quarantined, the run is over). ``num_envs``: simulators of the rollout; ``normalize``: not with several ranks, where
-    the loop normalises over all of them.
+    quarantined, the run is over). ``num_envs``: simulators of the rollout. The step normalises the advantages, over the
+    rows of all ranks.
     """
     algorithm = slot.spec.config.algorithm
     assert algorithm is not None
@@ -360,7 +356,7 @@ def advantage_stage(
             values, following["done"], ended(following, algorithm), rollout["bootstrap"]
         )
     rollout["next"] = following
-    queue.put(compute_advantages(rollout, algorithm, normalize).flatten(), metadata=meta)
+    queue.put(compute_advantages(rollout, algorithm, normalize=False).flatten(), metadata=meta)
     queue.ack(meta)
     scheduler.renew(job, lease_deadline_s)
     scheduler.mark(job.job_id, JobState.READY, lease_id=job.lease_id)

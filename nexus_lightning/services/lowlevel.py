@@ -33,11 +33,11 @@ from nexus_lightning.checkpoint import Payload, PayloadError, read_payload
 from nexus_lightning.config import EnvironmentConfig, SchemaConfig
 from nexus_lightning.environment import SimulatorEnv, make_env
 from nexus_lightning.inference.client import TenantPolicyClient
-from nexus_lightning.module import MultiTenantModule
 from nexus_lightning.producers.evaluation import Episode, list_episodes
 from nexus_lightning.queues.jobs import IllegalTransition, Job, JobState, LeaseLost
 from nexus_lightning.queues.training import BatchMeta
-from nexus_lightning.runtime import Runtime
+from nexus_lightning.run.module import MultiTenantModule
+from nexus_lightning.run.runtime import Runtime
 from nexus_lightning.services.batches import batch_of, low_level_objective, to_arrays
 from nexus_lightning.services.environment_server import ServerError, Sessions, read_actions
 from nexus_lightning.services.errors import (
@@ -155,7 +155,7 @@ class LowLevelVerbs:
         """
         slot, scheduler = self._free_slot(tenant_id), self.runtime.scheduler
         self._job(tenant_id, job_id)
-        versions, lease_s = {tenant_id: slot.policy_version}, self.runtime.lease_deadline_s
+        versions, lease_s = {tenant_id: slot.policy_version}, self.runtime.shared.lease_deadline_s
         job = scheduler.lease_next(versions, 0.0, lease_s, where=lambda ready: ready.job_id == job_id)
         if job is None:
             raise Conflict(f"job {job_id}: is {self._job(tenant_id, job_id).state.value}, not ready")
@@ -186,7 +186,7 @@ class LowLevelVerbs:
                 for part in batch.split(int(size)):
                     history.append(self.module.add_gradients(slot, objective, part))
                     self.module.step_with_gradients(slot, how.get("lr"), how.get("grad_clip_norm"))
-                    self.runtime.scheduler.renew(job, self.runtime.lease_deadline_s)
+                    self.runtime.scheduler.renew(job, self.runtime.shared.lease_deadline_s)
             finally:  # what was stepped is served, also when a later minibatch was refused
                 if slot.optimizer_steps > steps:
                     self._publish(slot)
@@ -272,7 +272,7 @@ class LowLevelVerbs:
 
     def _publish(self, slot: TenantSlot) -> dict[str, Any]:
         slot.policy_version += 1
-        self.runtime.publish(slot)
+        self.runtime.tenancy.publish(slot)
         return {"policy_version": slot.policy_version}
 
     def _train(self, slot: TenantSlot, rows: int, action: Callable[[], T]) -> T:
@@ -503,7 +503,7 @@ class LowLevelVerbs:
         self._free_slot(tenant_id)
         scheduler, job = self.runtime.scheduler, self._job(tenant_id, job_id)
         if job.state in (JobState.NEEDS_ACTOR_FORWARD, JobState.NEEDS_ADVANTAGES):
-            lease_s = self.runtime.lease_deadline_s
+            lease_s = self.runtime.shared.lease_deadline_s
             leased = scheduler.lease_stage(job.state, lease_s, tenant_id=tenant_id, job_id=job_id)
             lease_id = None if leased is None else leased.lease_id
         marked = self._attempt(

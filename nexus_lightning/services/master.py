@@ -45,15 +45,15 @@ from nexus_lightning.config import (
     tenant_from_dict,
 )
 from nexus_lightning.environment import make_env
-from nexus_lightning.features.reuse import PassCounter
 from nexus_lightning.inference.client import TenantPolicyClient
 from nexus_lightning.memory import Admission, free_bytes, head_memory, keep_freed_memory
-from nexus_lightning.module import MultiTenantModule
 from nexus_lightning.monitoring.stats import finite
 from nexus_lightning.producers.demonstrations import DemonstrationReader, dataset_stats, open_dataset
 from nexus_lightning.producers.evaluation import evaluate_policy, list_episodes, result_dict, summarise
 from nexus_lightning.queues.training import BatchMeta
-from nexus_lightning.runtime import RunEnded, Runtime
+from nexus_lightning.run.mailbox import RunEnded
+from nexus_lightning.run.module import MultiTenantModule
+from nexus_lightning.run.runtime import Runtime
 from nexus_lightning.services.batches import observation_of, to_arrays
 from nexus_lightning.services.environment_server import Sessions
 from nexus_lightning.services.errors import (
@@ -68,7 +68,7 @@ from nexus_lightning.services.errors import (
 from nexus_lightning.services.lowlevel import LowLevelVerbs
 from nexus_lightning.services.metrics import MetricLog
 from nexus_lightning.services.spec import MAX_EPISODES, Compiler, ServeConfig, serve_problems
-from nexus_lightning.tenant import TenantSlot, TenantSpec, build_slot
+from nexus_lightning.tenant import PassCounter, TenantSlot, TenantSpec, build_slot
 from nexus_lightning.trainer import NexusTrainer, record_dataset
 
 log = logging.getLogger(__name__)
@@ -152,11 +152,17 @@ class Master(LowLevelVerbs):
         if backbone is None:
             backbone = instantiate(config.backbone)
         assert isinstance(backbone, Backbone)
-        self.runtime = Runtime(run_config, backbone, {}, config.run_dir, {}, resident=True)
-        self.module = MultiTenantModule(backbone, self.runtime.slots)
+        self.module = MultiTenantModule(backbone, {})
+        self.runtime = Runtime(
+            run_config,
+            self.module,
+            config.run_dir,
+            {},
+            resident=True,
+            on_metrics=self._on_metrics,
+            on_workload=self._on_workload,
+        )
         self.trainer = NexusTrainer(self.runtime, [])
-        self.runtime.on_metrics = self._on_metrics
-        self.runtime.on_workload = self._on_workload
         limit = config.limits.max_memory_gb
         free = free_bytes(backbone.device)
         self.admission = Admission(free if limit is None else min(free, int(limit * 1e9)))
@@ -195,7 +201,7 @@ class Master(LowLevelVerbs):
     def stop(self) -> None:
         """Ask :meth:`run` to return after the current job. Workloads go on where they were saved, after a restart."""
         self._stopping.set()
-        self.runtime.interrupted = True
+        self.runtime.schedule.interrupted = True
         self.runtime.scheduler.wake()
 
     @property
@@ -205,7 +211,7 @@ class Master(LowLevelVerbs):
 
     @property
     def _leaving(self) -> bool:
-        return self._stopping.is_set() or self.runtime.interrupted
+        return self._stopping.is_set() or self.runtime.schedule.interrupted
 
     def ping(self, timeout_s: float) -> None:
         """Returns when the actor has answered; it answers between two jobs.
@@ -299,7 +305,7 @@ class Master(LowLevelVerbs):
         for thread in list(tenant.threads):
             thread.join()
         self._close_sessions(tenant_id)
-        self._on_actor(lambda: self.runtime.remove_tenant(tenant_id))
+        self._on_actor(lambda: self.runtime.tenancy.leave(tenant_id))
         tenant.metrics.close()
         with self._lock:
             del self._tenants[tenant_id]
@@ -324,8 +330,8 @@ class Master(LowLevelVerbs):
             "jobs_completed": slot.jobs_completed,
             "target_jobs": config.target_jobs,
             "optimizer_steps": slot.optimizer_steps,
-            "jobs": self.runtime.job_counts().get(tenant_id, {}),
-            "progress": self.runtime.status.tenants[tenant_id].state,
+            "jobs": self.runtime.tenancy.job_counts().get(tenant_id, {}),
+            "progress": self.runtime.tenancy.status.tenants[tenant_id].state,
             "schema": asdict(schema),
             "signature": schema.signature,
             "prefix_signature": schema.prefix_signature,
@@ -370,7 +376,7 @@ class Master(LowLevelVerbs):
         except ValueError as error:
             raise QuotaExceeded(str(error)) from error
         try:
-            self.runtime.add_tenant(slot, payload)
+            self.runtime.tenancy.join(slot, payload)
         except Exception:
             self.admission.release(tenant_id)
             raise
@@ -447,7 +453,7 @@ class Master(LowLevelVerbs):
                 data = (None, None) if over else self._open_data(slot, work.config)
                 if not over and not work.cancelled.is_set():
                     self._on_actor(lambda: self._start(tenant_id, work, *data))
-                while work.running and not work.cancelled.is_set() and not runtime.workload_over(tenant_id):
+                while work.running and not work.cancelled.is_set() and not runtime.tenancy.workload_over(tenant_id):
                     work.changed.wait(LOOK_S)
                     work.changed.clear()
                     if self._leaving:
@@ -477,21 +483,21 @@ class Master(LowLevelVerbs):
         with recording:
             record_dataset(slot.name, config, self.config.data_dir)
         dataset = open_dataset(config.dataset, slot.spec.schema, root)
-        reader = self.runtime.make_reader(slot, config, dataset, PassCounter())
+        reader = self.runtime.shared.make_reader(slot, config, dataset, PassCounter())
         return reader, dataset_stats(dataset, config.dataset, slot.spec.schema)
 
     def _start(self, tenant_id: str, work: _Workload, reader: DemonstrationReader | None, stats: Any) -> None:
         """On the actor thread."""
-        self.runtime.start_workload(tenant_id, work.config, reader, stats, work.resume, work.id)
+        self.runtime.tenancy.start(tenant_id, work.config, reader, stats, work.resume, work.id)
         work.running = True
         if work.paused:
-            self.runtime.resting.add(tenant_id)
+            self._rest(tenant_id, True)
 
     def _end(self, tenant_id: str) -> None:
-        producers = self._on_actor(lambda: self.runtime.stop_workload(tenant_id))
+        producers = self._on_actor(lambda: self.runtime.tenancy.stop(tenant_id))
         for producer in producers:
             producer.join(JOIN_S)
-        self._on_actor(lambda: self.runtime.end_workload(tenant_id, producers))
+        self._on_actor(lambda: self.runtime.tenancy.end(tenant_id))
 
     def _outcome(self, slot: TenantSlot, work: _Workload, over: bool) -> dict[str, Any]:
         ran = work.running or over
@@ -511,13 +517,13 @@ class Master(LowLevelVerbs):
         """The actor leaves the tenant's jobs alone; its producers fill the queue up to their bound and wait."""
         work = self._active(tenant_id)
         work.paused = True
-        self._on_actor(lambda: self.runtime.resting.add(tenant_id) if work.running else None)
+        self._on_actor(lambda: self._rest(tenant_id, True) if work.running else None)
 
     def resume(self, tenant_id: str) -> None:
         """Undo :meth:`pause`."""
         work = self._active(tenant_id)
         work.paused = False
-        self._on_actor(lambda: self.runtime.resting.discard(tenant_id) if work.running else None)
+        self._on_actor(lambda: self._rest(tenant_id, False) if work.running else None)
 
     def cancel(self, tenant_id: str) -> None:
         """End the training workload between two jobs; what was trained stays. Without one: end the evaluations.
@@ -534,6 +540,9 @@ class Master(LowLevelVerbs):
             tenant.stop_evaluations.set()
         else:
             raise Conflict(f"tenant {tenant_id}: no workload is active")
+
+    def _rest(self, tenant_id: str, paused: bool) -> None:
+        self.runtime.members[tenant_id].paused = paused
 
     def _active(self, tenant_id: str) -> _Workload:
         work = self._tenant(tenant_id).workload
@@ -655,7 +664,7 @@ class Master(LowLevelVerbs):
         runtime.events.span("environment", {name: len(asked)}, start_s, runtime.events.now(), kind="eval")
         result = result_dict(summarise(name, version, episodes))
         numbers_only = {k: float(v) for k, v in result.items() if isinstance(v, int | float) and v is not True}
-        runtime.log(name, "eval", numbers_only)
+        runtime.tenancy.log(name, "eval", numbers_only)
         return {"status": "completed", "result": finite(_headline(result))}
 
     # ---------------------------------------------------------------------------------------------- payloads
@@ -811,7 +820,7 @@ class Master(LowLevelVerbs):
         with self._lock:
             names = list(self._tenants)
         states: Counter[str] = Counter()
-        for counts in runtime.job_counts().values():
+        for counts in runtime.tenancy.job_counts().values():
             states.update(counts)
         served = runtime.server.stats()
         busy = runtime.events.busy_seconds()

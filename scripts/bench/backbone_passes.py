@@ -42,7 +42,7 @@ from nexus_lightning.config import NexusConfig, compose_config, dataset_root, sc
 from nexus_lightning.monitoring.banner import text_table
 from nexus_lightning.objectives import PolicyGradientObjective
 from nexus_lightning.producers.demonstrations import open_dataset
-from nexus_lightning.runtime import Runtime
+from nexus_lightning.run.runtime import Runtime
 from scripts.bench.common import ROOT, load_backbone, parser, prepare, report
 
 #: task -> tenant template in conf/tenant.
@@ -120,9 +120,9 @@ def run(config: NexusConfig, tenant: str, mode: str, backbone: Backbone, device:
     runtimes: list[Runtime] = []
 
     class Kept(Runtime):
-        def __init__(self, *args: Any) -> None:
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
             with counting(backbone):  # it encodes one black image per RL tenant to learn a feature's size
-                super().__init__(*args)
+                super().__init__(*args, **kwargs)
             runtimes.append(self)
 
     # False: as SFT, whose minibatches are encoded one by one; with reuse there is nothing left to encode
@@ -136,7 +136,7 @@ def run(config: NexusConfig, tenant: str, mode: str, backbone: Backbone, device:
         raise RuntimeError(f"tenant {tenant!r} was quarantined: {summary['tenants'][tenant]['quarantined']}")
     written = json.loads((Path(summary["run_dir"]) / "summary.json").read_text())
     (runtime,) = runtimes
-    passes, jobs = runtime.passes[tenant], runtime.scheduler.history
+    passes, jobs = runtime.slots[tenant].passes, runtime.scheduler.history
     return {
         "passes": written["backbone_passes_per_observation"][tenant],
         "observed": passes.observed,

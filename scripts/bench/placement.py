@@ -30,7 +30,6 @@ import os
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from datetime import timedelta
@@ -51,15 +50,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from nexus_lightning.backbone import Backbone
 from nexus_lightning.config import NexusConfig
-from nexus_lightning.loop import Lease, LeaseGroup
 from nexus_lightning.memory import estimate
-from nexus_lightning.module import MultiTenantModule
 from nexus_lightning.monitoring.banner import text_table
-from nexus_lightning.placement.control import Ranks
 from nexus_lightning.placement.plan import Devices, Plan, resolve
-from nexus_lightning.placement.strategies import make_strategy
 from nexus_lightning.queues.jobs import Job
 from nexus_lightning.queues.training import BatchMeta
+from nexus_lightning.ranks import Ranks
+from nexus_lightning.run.leases import Lease, LeaseGroup
+from nexus_lightning.run.module import MultiTenantModule
+from nexus_lightning.run.strategies import make_strategy
 from nexus_lightning.schema import TenantSchema
 from nexus_lightning.tenant import TenantSlot
 from scripts.bench.common import (
@@ -200,38 +199,6 @@ class Sent(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-class _Events:
-    now = staticmethod(time.perf_counter)
-
-    def span(self, *args: Any, **kwargs: Any) -> None:
-        """Nobody reads a timeline here."""
-
-
-class _Runtime:
-    """What :meth:`MultiTenantModule.training_step` asks of a Runtime, without queues around it."""
-
-    events = _Events()
-    passes: Any = {}
-
-    def __init__(self, ranks: Ranks, backbone: Backbone, tenants: list[str]) -> None:
-        from nexus_lightning.features.reuse import PassCounter
-
-        self.ranks, self.backbone, self.config = ranks, backbone, NexusConfig()
-        self.passes = {name: PassCounter() for name in tenants}
-
-    def rollout_metrics(self, job: Job) -> None:
-        """There are no rollouts."""
-
-    def publish(self, slot: TenantSlot) -> None:
-        """Nothing is served while steps are timed."""
-
-    def complete(self, slot: TenantSlot, lease: Lease, metrics: dict[str, float]) -> None:
-        """There is no scheduler."""
-
-    def take_out(self, tenant: str, reason: str, details: str) -> None:
-        raise RuntimeError(f"tenant {tenant!r}: {reason}\n{details}")
-
-
 class Placed:
     """One placement on this rank: module and strategy as a run has them, every tenant trained once."""
 
@@ -246,10 +213,10 @@ class Placed:
         backbone = copy.deepcopy(backbone)  # FSDP2 shards in place
         self.slots = [build_tenant(n, schema, options.head, backbone, **sizes)[0] for n in names]
         self.data = {given: self._data(backbone, schema, given) for given in INPUTS}
-        self.module = MultiTenantModule(backbone, {slot.name: slot for slot in self.slots})
-        self.module.runtime = cast(Any, _Runtime(Ranks() if self.alone else ranks, backbone, names))
-        config = NexusConfig().placement
-        config.heads.shard = plan.heads_shard
+        slots = {slot.name: slot for slot in self.slots}
+        self.module = MultiTenantModule(backbone, slots, Ranks() if self.alone else ranks)
+        config = NexusConfig()
+        config.placement.heads.shard = plan.heads_shard
         strategy = make_strategy(plan, config)
         trainer = L.Trainer(
             accelerator="gpu" if plan.kind == "cuda" else "cpu",
@@ -264,8 +231,6 @@ class Placed:
             enable_model_summary=False,
         )
         trainer.strategy.teardown = lambda: None  # type: ignore[method-assign]  # everything stays where it is
-        if not self.alone and hasattr(strategy, "shard"):
-            self.module.shard = strategy.shard
         if not self.alone or ranks.first:
             environment = {} if not self.alone else {"WORLD_SIZE": "1", "RANK": "0", "LOCAL_RANK": "0"}
             with _environment(environment):

@@ -24,7 +24,6 @@ import itertools
 import logging
 import sys
 import tempfile
-import time
 from pathlib import Path
 from typing import Any
 
@@ -40,13 +39,12 @@ from tqdm import tqdm
 from nexus_lightning.backbone import Backbone
 from nexus_lightning.checkpoint import write_payload
 from nexus_lightning.inference.policies import ServedPolicies
-from nexus_lightning.loop import Lease, LeaseGroup
 from nexus_lightning.memory import module_bytes
-from nexus_lightning.module import MultiTenantModule
 from nexus_lightning.monitoring.banner import text_table
-from nexus_lightning.placement.control import Ranks
 from nexus_lightning.queues.jobs import Job
 from nexus_lightning.queues.training import BatchMeta
+from nexus_lightning.run.leases import Lease, LeaseGroup
+from nexus_lightning.run.module import MultiTenantModule
 from nexus_lightning.schema import TenantSchema
 from nexus_lightning.tenant import TenantSlot
 from scripts.bench.common import (
@@ -132,29 +130,6 @@ def cached_features(backbone: Backbone, schema: TenantSchema, head: str, rows: i
     return out  # pyright: ignore[reportReturnType]
 
 
-class _Events:
-    now = staticmethod(time.perf_counter)
-
-    def span(self, *args: Any, **kwargs: Any) -> None:
-        """Nobody reads a timeline here."""
-
-
-class _Runtime:
-    """What :meth:`MultiTenantModule.training_step` asks of a Runtime, without queues around it."""
-
-    events = _Events()
-    ranks = Ranks()  # one
-
-    def publish(self, slot: TenantSlot) -> None:
-        """Timed apart: nothing is served while steps are timed."""
-
-    def complete(self, slot: TenantSlot, lease: Lease, metrics: dict[str, float]) -> None:
-        """There is no scheduler."""
-
-    def take_out(self, tenant: str, reason: str, details: str) -> None:
-        raise RuntimeError(f"tenant {tenant!r}: {reason}\n{details}")
-
-
 class Tenants:
     """Registered tenants on one module, each trained by one job already; :meth:`step` trains the next one's.
 
@@ -184,7 +159,6 @@ class Tenants:
         for name in names[len(self.slots) :]:
             self.slots.append(build_tenant(name, schema, options.head, backbone, **sizes)[0])
         self.module = MultiTenantModule(backbone, {slot.name: slot for slot in self.slots})
-        self.module.runtime = _Runtime()  # pyright: ignore[reportAttributeAccessIssue]
         trainer = L.Trainer(
             accelerator="cpu" if device.type == "cpu" else "gpu",
             devices=1,
@@ -207,7 +181,9 @@ class Tenants:
         slot = next(self._turn)
         if self._moves:
             move(slot, self.device)
-        self.module.training_step(self._group(slot), 0)
+        (outcome,) = self.module.training_step(self._group(slot), 0)["outcomes"]
+        if outcome.failure is not None:
+            raise RuntimeError(f"tenant {slot.name!r}: {outcome.failure.reason}\n{outcome.failure.details}")
         if self._moves:
             move(slot, torch.device("cpu"))
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import os
 import runpy
 import signal
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -19,7 +20,10 @@ import torch
 from models.heads.mlp import ChunkMLPHead
 from nexus_lightning.checkpoint import read_payload, resolve_payload
 from nexus_lightning.config import dataset_root
-from nexus_lightning.placement.control import Control, Ranks
+from nexus_lightning.ranks import Ranks
+from nexus_lightning.run.runtime import Runtime
+from nexus_lightning.run.schedule import Schedule
+from nexus_lightning.run.tick import Tick
 from nexus_lightning.trainer import train
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -210,41 +214,70 @@ def refused(folder: Path, change: str) -> str:
     return "nothing was noticed"
 
 
+#: Runtimes of :func:`remembering`.
+RUNS: list[Runtime] = []
+
+
+@contextlib.contextmanager
+def remembering() -> Iterator[None]:
+    """Runtimes that are made inside are kept in :data:`RUNS`."""
+    init = Runtime.__init__
+
+    def remember(self: Runtime, *args: Any, **kwargs: Any) -> None:
+        init(self, *args, **kwargs)
+        RUNS.append(self)
+
+    Runtime.__init__ = remember  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        Runtime.__init__ = init  # type: ignore[method-assign]
+
+
+@contextlib.contextmanager
+def after_each_job(action: Callable[[Schedule, Any], None]) -> Iterator[None]:
+    """``action(schedule, outcome)`` once a job has been completed."""
+    complete = Schedule.complete
+
+    def complete_and_act(self: Schedule, outcome: Any) -> None:
+        complete(self, outcome)
+        action(self, outcome)
+
+    Schedule.complete = complete_and_act  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        Schedule.complete = complete  # type: ignore[method-assign]
+
+
 def interrupted(folder: Path) -> dict:
     """Rank 1 alone gets a SIGTERM after two jobs."""
-    from nexus_lightning.runtime import Runtime
 
-    complete = Runtime.complete
-
-    def complete_and_kill(self: Runtime, *args: Any) -> None:
-        complete(self, *args)
-        if self.job_index == 2 and rank() == 1:
+    def kill(schedule: Schedule, outcome: Any) -> None:
+        if schedule.tenancy.job_index == 2 and rank() == 1:
             os.kill(os.getpid(), signal.SIGTERM)
 
-    Runtime.complete = complete_and_kill  # type: ignore[method-assign]
-    try:
+    with after_each_job(kill):
         return run(folder, "+tenants=[toy_sft]", "run_name=interrupted", jobs=1000)
-    finally:
-        Runtime.complete = complete  # type: ignore[method-assign]
 
 
 def schedule_differs(folder: Path) -> str:
     """Rank 1 thinks that it has trained something else."""
-    lease = Control._lease
+    lease = Tick._lease
 
-    def forgetful(self: Control, key: Any) -> Any:
+    def forgetful(self: Tick, key: Any) -> Any:
         job = lease(self, key)
         if rank() == 1:
             self._schedule.update(b"something else")
         return job
 
-    Control._lease = forgetful  # type: ignore[method-assign]
+    Tick._lease = forgetful  # type: ignore[method-assign]
     try:
         run(folder, "+tenants=[toy_sft]", "run_name=differs")
     except RuntimeError as error:
         return f"{type(error).__name__}: {error}"
     finally:
-        Control._lease = lease  # type: ignore[method-assign]
+        Tick._lease = lease  # type: ignore[method-assign]
     return "nothing was noticed"
 
 
@@ -280,32 +313,28 @@ def resume(folder: Path, run_dir: str | None, max_jobs: int | None, *placement: 
 def joins(folder: Path, *placement: str) -> dict:
     """After the first tenant's first job two more are asked for (sft and rl), one that cannot be built and a visitor,
     who is sent away once the first one is done."""
-    from nexus_lightning.runtime import Runtime
-
-    complete, asked, said = Runtime.complete, {}, {}
+    asked, said = {}, {}
     extra = toy(folder, "+tenants=[toy,toy_sft]", "run_name=extra", jobs=2)
     visitor = copy.deepcopy(extra.tenants["toy_sft"])
     visitor.target_jobs = 10_000
     broken = copy.deepcopy(extra.tenants["toy_sft"])
     broken.head["_target_"] = f"{__name__}.NotOnRank1"
 
-    def complete_and_ask(self: Runtime, slot: Any, *args: Any) -> None:
-        complete(self, slot, *args)
-        if not self.ranks.first:
+    def ask(schedule: Schedule, outcome: Any) -> None:
+        orders, ranks = RUNS[-1].orders, schedule.shared.ranks
+        if not ranks.first:
             return
         if not asked:
             tenants = {"late": extra.tenants["toy_sft"], "late_rl": extra.tenants["toy"], "visitor": visitor}
-            asked.update({name: self.membership.join(name, tenant) for name, tenant in tenants.items()})
-            if self.ranks.size > 1:
-                asked["broken"] = self.membership.join("broken", broken)
-        elif slot.name == "visitor" and "gone" not in asked and self.slots["first"].jobs_completed == 4:
-            asked["gone"] = self.membership.leave("visitor")
+            asked.update({name: orders.join(name, tenant) for name, tenant in tenants.items()})
+            if ranks.size > 1:
+                asked["broken"] = orders.join("broken", broken)
+        elif outcome.lease.job.tenant_id == "visitor" and "gone" not in asked:
+            if schedule.tenancy.slots["first"].jobs_completed == 4:
+                asked["gone"] = orders.leave("visitor")
 
-    Runtime.complete = complete_and_ask  # type: ignore[method-assign]
-    try:
+    with after_each_job(ask), remembering():
         done = run(folder, "+tenant@tenants.first=toy_sft", "run_name=joins", *placement, jobs=4)
-    finally:
-        Runtime.complete = complete  # type: ignore[method-assign]
     for name, future in asked.items():
         said[name] = str(future.exception(timeout=1) or "done")
     visited = Path(done["summary"]["run_dir"]) / "tenants" / "visitor" / "latest"
@@ -371,17 +400,13 @@ class KilledOnce(ChunkMLPHead):
 
 def dies(folder: Path, *arguments: str) -> None:
     """The command line; rank 1 fails outside any tenant's part after its second job."""
-    from nexus_lightning.runtime import Runtime
 
-    complete = Runtime.complete
-
-    def complete_and_fail(self: Runtime, *args: Any) -> None:
-        complete(self, *args)
-        if self.job_index == 2 and rank() == 1:
+    def fail(schedule: Schedule, outcome: Any) -> None:
+        if schedule.tenancy.job_index == 2 and rank() == 1:
             raise MemoryError("rank 1 is out of memory")
 
-    Runtime.complete = complete_and_fail  # type: ignore[method-assign]
-    train_py(folder, *arguments)
+    with after_each_job(fail):
+        train_py(folder, *arguments)
 
 
 def placement_bench(folder: Path, arguments: list[str]) -> None:

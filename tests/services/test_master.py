@@ -205,7 +205,7 @@ def test_a_creation_that_fails_leaves_nothing(shared):
         with pytest.raises(QuotaExceeded, match="is free"):
             shared.create_tenant("big", toy_spec())
     shared.admission.free = free
-    for tables in (runtime.slots, runtime.served.tenants(), runtime.status.tenants, shared.module.heads):
+    for tables in (runtime.slots, runtime.served.tenants(), runtime.tenancy.status.tenants, shared.module.heads):
         assert "big" not in tables
     described = shared.create_tenant("big", toy_spec())
     assert described["state"] == "idle" and described["memory_bytes"] == free - shared.admission.free > 0

@@ -20,14 +20,14 @@ def _killed_in_its_third_job(config) -> None:
     """Child process: kill -9 after the third job, one job after the last payload."""
     torch.set_num_threads(1)
     master = Master(config)
-    heard = master.runtime.on_metrics
+    heard = master.runtime.tenancy.on_metrics
 
     def on_metrics(row, step):
         heard(row, step)
         if row.get("t/step") == 3:
             os.kill(os.getpid(), signal.SIGKILL)
 
-    master.runtime.on_metrics = on_metrics
+    master.runtime.tenancy.on_metrics = on_metrics
 
     def work():
         master.create_tenant("t", toy_spec())

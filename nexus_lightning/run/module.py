@@ -6,9 +6,8 @@ import contextlib
 import math
 import traceback
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import lightning as L
 import torch
@@ -18,113 +17,64 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from nexus_lightning.backbone import Backbone, VLAFeature
-from nexus_lightning.checkpoint import read_payload
 from nexus_lightning.config import IDLE
 from nexus_lightning.features.grouping import EncodeRequest, EncodeStats, cut_passes, encode_together, kinds_of
 from nexus_lightning.features.reuse import PROBE_INSTRUCTION, blank_observation, full_precision
 from nexus_lightning.objectives import (
-    AWRObjective,
     CoTrainingObjective,
-    IQLObjective,
     Objective,
     PolicyGradientObjective,
-    SFTObjective,
 )
-from nexus_lightning.placement.control import Failure, Ranks, agreed_failures
-from nexus_lightning.placement.sharding import local, whole
-from nexus_lightning.placement.shares import (
-    Minibatch,
-    Moments,
-    RowWeights,
-    Share,
-    cut_in_order,
-    cut_permutation,
-    rows_of,
+from nexus_lightning.placement.sharding import whole
+from nexus_lightning.ranks import Failure, Ranks, agreed_failures
+from nexus_lightning.run.leases import Lease, LeaseGroup, Outcome
+from nexus_lightning.run.update import (
+    Part,
+    Update,
+    batches_of,
+    build_objective,
+    common_dtype,
+    finite_loss,
+    gradient_problem,
+    trained_parameters,
 )
-from nexus_lightning.tenant import NonFiniteGradient, NonFiniteLoss, TenantSlot, derive_seed
-
-if TYPE_CHECKING:
-    from nexus_lightning.loop import Lease, LeaseGroup
-    from nexus_lightning.runtime import Runtime
-
-
-@dataclass
-class _Part:
-    """What a rank tells the others about its part of a job before they train it."""
-
-    failure: Failure | None = None
-    weights: RowWeights = field(default_factory=dict)
-    advantages: Moments | None = None  # of rl algorithms that normalise them
-    num_rows: int = 0
-    rollout: dict[str, float] | None = None
-
-
-@dataclass
-class _Update:
-    """One tenant's job on its way through :meth:`MultiTenantModule.training_step`.
-
-    Attributes:
-        data: the rows that are trained.
-        batches: of this rank; None: it has no row of a minibatch that others have rows of.
-        shares: of each batch, with several ranks.
-        history: what the loss gave in each optimizer step.
-        failure: what went wrong here. With several ranks the update goes on in the collectives until the others know.
-        failed: it is out, on every rank.
-    """
-
-    slot: TenantSlot
-    lease: Lease
-    data: TensorDict | None = None
-    batches: Iterator[TensorDict | None] = field(default_factory=lambda: iter(()))
-    shares: Iterator[dict[str, float]] | None = None
-    history: list[dict[str, Tensor]] = field(default_factory=list)
-    failure: Failure | None = None
-    failed: bool = False
-
-    def metrics(self) -> dict[str, float]:
-        """Means over the job's optimizer steps; a job of which no row counts (grpo) has none."""
-        keys = self.history[0] if self.history else {}
-        means = {k: float(torch.stack([step[k].float() for step in self.history]).mean()) for k in keys}
-        if self.lease.data is not None and "counts" in self.lease.data.keys():
-            means["counted_share"] = float(self.lease.data["counts"].float().mean())
-        assert self.slot.optimizer is not None
-        return {"loss": 0.0, **means, "lr": self.slot.optimizer.param_groups[0]["lr"]}
+from nexus_lightning.shares import Moments, Share, mean_of_rollouts
+from nexus_lightning.tenant import NonFiniteGradient, TenantSlot, derive_seed
 
 
 class MultiTenantModule(L.LightningModule):
     """A frozen :class:`Backbone` and a ModuleDict of tenant heads, each with its own optimizer.
 
-    One Lightning "batch" is a :class:`~nexus_lightning.loop.LeaseGroup`: one training job of one tenant, or one job
-    each of several tenants whose minibatches share backbone passes. Manual optimization; only the leased tenants'
+    One Lightning "batch" is a :class:`~nexus_lightning.run.leases.LeaseGroup`: one training job of one tenant, or one
+    job each of several tenants whose minibatches share backbone passes. Manual optimization; only the leased tenants'
     parameters, optimizers, schedules and random states change, each by its own loss. A tenant that raises or whose loss
     is not finite is quarantined with its reason and the run goes on with the others.
 
     The backbone stays in eval mode, without gradients, and is left out of ``state_dict`` and of every checkpoint.
     """
 
-    def __init__(self, backbone: Backbone, slots: dict[str, TenantSlot]) -> None:
+    def __init__(self, backbone: Backbone, slots: dict[str, TenantSlot], ranks: Ranks | None = None) -> None:
         super().__init__()
         self.automatic_optimization = False
         self.strict_loading = False  # weights live in tenant payloads, not in Lightning's checkpoint
         self.backbone = backbone
         self.slots = slots
+        self.ranks = Ranks() if ranks is None else ranks
         self.heads = nn.ModuleDict({name: slot.head for name, slot in slots.items()})
         self.normalizers = nn.ModuleDict({name: slot.normalizer for name, slot in slots.items()})
         self.critics = nn.ModuleDict({name: slot.critic for name, slot in slots.items() if slot.critic is not None})
-        self.runtime: Runtime | None = None  # set by the trainer
         self.build_objectives()
-        self.shard: Callable[[MultiTenantModule], None] | None = None  # set by the trainer: the strategy's
-        self.sharded_backbone = False
+        self.sharded_backbone = False  # the strategy's doing
         self.encode_stats = EncodeStats()  # what the actor encoded (the reader and the server count their own)
-        self._restored: dict[str, Any] | None = None
 
     def build_objectives(self) -> None:
         """What every tenant minimises; again when its head has been replaced by a sharded one."""
-        self.objectives = {name: self._objective(slot) for name, slot in self.slots.items()}
+        self.objectives = {
+            name: self._objective(slot) for name, slot in self.slots.items() if slot.spec.config.task != IDLE
+        }
 
     def _objective(self, slot: TenantSlot) -> Objective:
-        ranks = Ranks() if self.runtime is None else self.runtime.ranks
-        return build_objective(slot, partial(self._draw_demonstrations, slot), Share(ranks.rank, ranks.size))
+        return build_objective(slot, partial(self._draw_demonstrations, slot), Share(self.ranks.rank, self.ranks.size))
 
     # -------------------------------------------------------------------------------- tenants that come and go
 
@@ -150,7 +100,7 @@ class MultiTenantModule(L.LightningModule):
         self.objectives.pop(slot.name, None)
         if slot.spec.config.task != IDLE:
             self.objectives[slot.name] = self._objective(slot)
-        self._hand_over_optimizers()
+        self.hand_over_optimizers()
 
     def remove_tenant(self, name: str) -> None:
         """Forget a tenant that the runtime has taken out of :attr:`slots`."""
@@ -158,27 +108,30 @@ class MultiTenantModule(L.LightningModule):
             if name in parts:
                 parts.pop(name)
         self.objectives.pop(name, None)
-        self._hand_over_optimizers()
+        self.hand_over_optimizers()
 
     def _place(self, part: nn.Module | None) -> None:
         if part is not None:
             self.trainer.precision_plugin.convert_module(part).to(self.device)
 
-    def _hand_over_optimizers(self) -> None:
+    def hand_over_optimizers(self) -> None:
+        """Lightning steps the optimizers that its strategy holds: tell it which there are now."""
         optimizers = [slot.optimizer for slot in self.slots.values() if slot.optimizer is not None]
         self.trainer.strategy.optimizers = optimizers
 
     # ------------------------------------------------------------------------------------------------- training
 
-    def training_step(self, group: LeaseGroup, batch_idx: int) -> None:
-        """leases -> features -> loss -> backward -> each tenant's step -> publish -> log -> complete.
+    def training_step(self, group: LeaseGroup, batch_idx: int) -> dict[str, list[Outcome]]:
+        """leases -> features -> loss -> backward -> each tenant's optimizer step -> outcomes.
 
-        With several ranks (lines marked *) every rank does the same for its part of each job's rows.
+        Every rank does the same for its part of each job's rows (lines marked * are collectives; with one rank they
+        answer at once). Publication, logging and the end of the jobs follow in the callback that gets the outcomes.
+
+        Returns:
+            ``{"outcomes": [...]}``, one for each lease, alike on every rank.
         """
         del batch_idx
-        assert self.runtime is not None
-        start_s = self.runtime.events.now()
-        updates = [_Update(self.slots[lease.job.tenant_id], lease) for lease in group.leases]
+        updates = [self._update(lease) for lease in group.leases]
         for update in updates:
             self._guarded(update, self._prepare)
         self._encode_whole_jobs(updates)  # *
@@ -193,83 +146,74 @@ class MultiTenantModule(L.LightningModule):
             self._sum_gradients([update for update, _ in batches])  # *
             for update, _ in batches:
                 self._guarded(update, self._step)
-            for update in updates:
-                self._guarded(update, self._renew)
+                update.lease.renew()
         for update in updates:
             if update.slot.replica is not None and not self._failed_somewhere(update):  # *
                 update.slot.refresh_replica()
             self._guarded(update, self._finish)
         metrics = self._sum_metrics(updates)  # *
-        done = [update for update in updates if not update.failed]
-        rows = {update.slot.name: update.lease.job.sample_count for update in done}
-        kind = group.leases[0].job.task_type
-        if rows:
-            self.runtime.events.span("actor", rows, start_s, self.runtime.events.now(), kind=kind)
-        for update in done:
-            padding = {"padding_share": self.encode_stats.padding_share} if self.encode_stats.calls else {}
-            self.runtime.complete(update.slot, update.lease, metrics[update.slot.name] | padding)
+        return {
+            "outcomes": [
+                Outcome(update.lease, metrics.get(update.slot.name, {}), update.rollout, update.failed)
+                for update in updates
+            ]
+        }
 
-    @property
-    def _ranks(self) -> Ranks:
-        assert self.runtime is not None
-        return self.runtime.ranks
+    def _update(self, lease: Lease) -> Update:
+        name = lease.job.tenant_id
+        return Update(self.slots[name], lease, self.objectives[name])
 
-    def actor_forward(self, slot: TenantSlot, data: TensorDict) -> TensorDict:
+    def actor_forward(self, slot: TenantSlot, data: TensorDict, backbone: Backbone) -> TensorDict:
         """How the policy that is about to train sees a rollout: its derived columns, see the objective's method.
 
-        Without feature reuse the rollout is encoded here and once more when it trains.
+        Without feature reuse the rollout is encoded here, by a whole ``backbone`` (the ranks do not come here in step),
+        and once more when it trains.
         """
         objective, algorithm = self.objectives[slot.name], slot.spec.config.algorithm
         rl = objective.rl if isinstance(objective, CoTrainingObjective) else objective
         assert isinstance(rl, PolicyGradientObjective) and algorithm is not None
         data = cast(TensorDict, data.to(self.device))
         if "features" not in data.keys():
-            assert self.runtime is not None  # its backbone is whole: the ranks do not come here in step
-            data = self._with_features([(slot, data)], backbone=self.runtime.backbone)[0]
+            data = self._with_features([(slot, data)], backbone=backbone)[0]
         slot.head.train()  # as while it trains: the first ratio is exactly 1
         parts = [rl.actor_forward(full_precision(part)) for part in data.split(algorithm.minibatch_size)]
         return cast(TensorDict, torch.cat(parts)).cpu()  # type: ignore[arg-type]
 
-    def _guarded(self, update: _Update, action: Callable[..., Any], *args: Any) -> Any:
+    def _guarded(self, update: Update, action: Callable[..., Any], *args: Any) -> Any:
         """Run one tenant's part; what it raises takes that tenant out of the run and nobody else."""
-        if update.failed or update.failure is not None:
+        if update.failed is not None or update.failure is not None:
             return None
         try:
             return action(update, *args)
         except Exception as error:
             update.failure = Failure(f"{type(error).__name__}: {error}", traceback.format_exc())
-            if self._ranks.size == 1:
-                self._take_out(update, update.failure)
             return None
 
-    def _take_out(self, update: _Update, failure: Failure) -> None:
-        assert self.runtime is not None
-        update.failed = True
-        self.runtime.take_out(update.slot.name, failure.reason, failure.details)
-
-    def _prepare(self, update: _Update) -> None:
-        objective, data = self.objectives[update.slot.name], update.lease.data
+    def _prepare(self, update: Update) -> None:
+        data = update.lease.data
         update.slot.head.train()
         if data is None:
             return
-        if objective.encode_whole_job and "features" not in data.keys() and not self.sharded_backbone:
+        if update.objective.encode_whole_job and "features" not in data.keys() and not self.sharded_backbone:
             data = self._with_features([(update.slot, data)])[0]
         update.data = data
-        if self._ranks.size == 1:
-            update.batches = iter(objective.minibatches(data))
 
-    def _next_batches(self, updates: list[_Update]) -> list[tuple[_Update, TensorDict | None]]:
-        """The next minibatch of every tenant that still has one (drawn inside its random stream)."""
-        over = object()
+    def _next_batches(self, updates: list[Update]) -> list[tuple[Update, TensorDict | None]]:
+        """The next minibatch of every tenant that still has one."""
+        drawn = []
+        for update in updates:
+            part = None if update.failed is not None else self._guarded(update, self._next_batch)
+            if part is not None:
+                batch, update.shares = part
+                drawn.append((update, batch))
+        return drawn
 
-        def advance(update: _Update) -> Any:
-            with update.slot.rng.scope():
-                return next(update.batches, over)
+    @staticmethod
+    def _next_batch(update: Update) -> tuple[TensorDict | None, dict[str, float]] | None:
+        with update.slot.rng.scope():  # an order is drawn alike on every rank, and as with one rank
+            return next(update.batches, None)
 
-        drawn = [(update, self._guarded(update, advance)) for update in updates if not update.failed]
-        return [(update, batch) for update, batch in drawn if batch is not over and not update.failed]
-
-    def _encode_batches(self, batches: list[tuple[_Update, TensorDict | None]]) -> None:
+    def _encode_batches(self, batches: list[tuple[Update, TensorDict | None]]) -> None:
         """Minibatches that bring observations get their features, all tenants' together (in place in ``batches``)."""
         raw = [(i, u, b) for i, (u, b) in enumerate(batches) if b is not None and "features" not in b.keys()]
         if self.sharded_backbone:
@@ -289,39 +233,33 @@ class MultiTenantModule(L.LightningModule):
         for (i, update, _), batch in zip(raw, encoded, strict=True):
             batches[i] = (update, batch)
 
-    def _backward(self, update: _Update, batch: TensorDict | None) -> None:
+    def _backward(self, update: Update, batch: TensorDict | None) -> None:
         """Loss and gradients of one tenant's minibatch; none of them when it is empty here."""
         with self._scope(update):
             loss = self._loss(update, batch)
             if loss is not None:
                 self.manual_backward(loss)
 
-    def _scope(self, update: _Update) -> contextlib.AbstractContextManager[None]:
+    def _scope(self, update: Update) -> contextlib.AbstractContextManager[None]:
         """The tenant's random stream; with several ranks one of this rank and step, because the rows are its own."""
         slot = update.slot
-        if update.shares is None:
+        if self.ranks.size == 1:
             return slot.rng.scope()
-        return slot.rng.scope(derive_seed(slot.spec.seed, "loss", self._ranks.rank, slot.optimizer_steps))
+        return slot.rng.scope(derive_seed(slot.spec.seed, "loss", self.ranks.rank, slot.optimizer_steps))
 
-    def _loss(self, update: _Update, batch: TensorDict | None) -> Tensor | None:
-        slot, objective = update.slot, self.objectives[update.slot.name]
-        shares = None if update.shares is None else next(update.shares)
+    def _loss(self, update: Update, batch: TensorDict | None) -> Tensor | None:
+        slot = update.slot
         self._lightning_optimizer(slot).zero_grad()
-        if batch is None and not isinstance(objective, CoTrainingObjective):
+        if batch is None and not update.objective.trains_without_rows:
             update.history.append({})
             return None
-        given = (None if batch is None else full_precision(batch), slot.jobs_completed)
-        losses = objective.loss(*given) if shares is None else objective.loss(*given, shares)
-        loss = _finite(slot, losses["loss"])
+        given = None if batch is None else full_precision(batch)
+        losses = update.objective.loss(given, slot.jobs_completed, update.shares)
+        loss = finite_loss(slot, losses["loss"])
         update.history.append({k: v.detach() for k, v in losses.items()})
         return loss
 
-    def _renew(self, update: _Update) -> None:
-        """A job may take longer than ``queues.training.lease_deadline_s``: its holder is at work."""
-        assert self.runtime is not None
-        self.runtime.scheduler.renew(update.lease.job, self.runtime.lease_deadline_s)
-
-    def _step(self, update: _Update) -> None:
+    def _step(self, update: Update) -> None:
         self.step_slot(update.slot, update.slot.grad_clip_norm)
 
     def step_slot(self, slot: TenantSlot, grad_clip_norm: float | None) -> float:
@@ -330,11 +268,11 @@ class MultiTenantModule(L.LightningModule):
         Raises:
             NonFiniteGradient: as a finite loss can have (the root of 0); nothing has changed.
         """
-        parameters = [p for p in _parameters(slot) if p.grad is not None]
+        parameters = [p for p in trained_parameters(slot) if p.grad is not None]
         norm = torch.nn.utils.get_total_norm([cast(Tensor, p.grad) for p in parameters])
         total = float(whole(norm))
         if not math.isfinite(total):
-            raise NonFiniteGradient(_gradient_problem(slot))
+            raise NonFiniteGradient(gradient_problem(slot))
         if grad_clip_norm is not None:  # Lightning's clip_gradients would take the norm once more
             torch.nn.utils.clip_grads_with_norm_(parameters, grad_clip_norm, norm)
         self._lightning_optimizer(slot).step()
@@ -347,16 +285,14 @@ class MultiTenantModule(L.LightningModule):
         slot.optimizer_steps += 1
         return total
 
-    def _finish(self, update: _Update) -> None:
+    def _finish(self, update: Update) -> None:
         slot = update.slot
-        self._renew(update)
         slot.check_finite()
         slot.policy_version += 1
         slot.jobs_completed += 1
         slot.cursor = max(slot.cursor, int(update.lease.job.metadata["cursor"]))
-        assert slot.optimizer is not None and self.runtime is not None
+        assert slot.optimizer is not None
         slot.optimizer.zero_grad()  # an idle tenant keeps no gradients
-        self.runtime.publish(slot)
 
     # ------------------------------------------------------------------------------- low-level calls of a tenant
     # What `training_step` does with a minibatch, for algorithms of the tenant's own (services). Between two jobs.
@@ -381,7 +317,7 @@ class MultiTenantModule(L.LightningModule):
             batch = self._with_features([(slot, batch)])[0]
         with slot.rng.scope():
             losses = objective.loss(full_precision(batch), slot.jobs_completed)
-            loss = _finite(slot, losses["loss"])
+            loss = finite_loss(slot, losses["loss"])
             try:
                 self.manual_backward(loss)
             except Exception:
@@ -405,7 +341,7 @@ class MultiTenantModule(L.LightningModule):
             ValueError: there are none.
         """
         assert slot.optimizer is not None
-        if all(p.grad is None for p in _parameters(slot)):
+        if all(p.grad is None for p in trained_parameters(slot)):
             raise ValueError(f"tenant {slot.name!r}: there are no gradients; call forward_backward first")
         scheduled = slot.optimizer.param_groups[0]["lr"]
         if lr is not None:
@@ -420,95 +356,63 @@ class MultiTenantModule(L.LightningModule):
 
     # -------------------------------------------------------------------------------------------- several ranks
 
-    def _cut_between_ranks(self, updates: list[_Update]) -> None:
+    def _cut_between_ranks(self, updates: list[Update]) -> None:
         """Ranks tell each other about their rows; then each knows its part of every minibatch and what it weighs."""
-        ranks, runtime = self._ranks, self.runtime
-        assert runtime is not None
-        if ranks.size == 1:
-            return
-        mine = {update.slot.name: self._part(update) for update in updates}
-        parts = ranks.gather(mine)
+        parts = self.ranks.gather({update.slot.name: self._part(update) for update in updates})
         self._agree(updates, [{n: p.failure for n, p in by.items() if p.failure is not None} for by in parts])
         for update in updates:
-            if not update.failed:
-                self._guarded(update, self._cut, [by_rank[update.slot.name] for by_rank in parts])
+            self._guarded(update, self._cut, [by_rank[update.slot.name] for by_rank in parts])
 
-    def _on_rollouts(self, tenant: str) -> PolicyGradientObjective | None:
-        """The objective of a tenant whose jobs are rollouts."""
-        objective = self.objectives[tenant]
-        objective = objective.rl if isinstance(objective, CoTrainingObjective) else objective
-        return objective if isinstance(objective, PolicyGradientObjective) else None
-
-    def _part(self, update: _Update) -> _Part:
+    def _part(self, update: Update) -> Part:
         """This rank's answer to the others' question about one job."""
-        objective, rl, data = self.objectives[update.slot.name], self._on_rollouts(update.slot.name), update.data
 
-        def look(update: _Update) -> _Part:
-            assert self.runtime is not None
-            part = _Part(rollout=self.runtime.rollout_metrics(update.lease.job))
+        def look(update: Update) -> Part:
+            objective, data = update.objective, update.data
+            part = Part(rollout=update.lease.rollout)
             if data is None:
                 part.weights = {name: torch.zeros(0) for name in objective.means}
                 return part
-            if rl is not None:
-                if rl.algorithm.name != "grpo":
-                    part.advantages = Moments.of(data["advantage"])
-                update.data = counted = data[data["counts"].squeeze(-1)]
-                part.weights = rl.row_weights(counted)
-            else:
-                assert not isinstance(objective, CoTrainingObjective)
-                part.weights = objective.row_weights(data)
+            if objective.normalizes_advantages:
+                part.advantages = Moments.of(data["advantage"])
+            update.data = counted = objective.counted(data)
+            part.weights = objective.row_weights(counted)
             return part
 
         part = self._guarded(update, look)
-        return _Part(update.failure) if part is None else part
+        return Part(update.failure) if part is None else part
 
-    def _cut(self, update: _Update, parts: list[_Part]) -> None:
-        objective, rl = self.objectives[update.slot.name], self._on_rollouts(update.slot.name)
-        rank, data = self._ranks.rank, update.data
-        assert self.runtime is not None
-        weights = [part.weights for part in parts]
+    def _cut(self, update: Update, parts: list[Part]) -> None:
+        data = update.data
         moments = [part.advantages for part in parts if part.advantages is not None]
         if moments and data is not None:
             data = update.data = data.copy()
             data["advantage"] = Moments.normalize(data["advantage"], moments)
         if rollouts := [part.rollout for part in parts if part.rollout is not None]:
-            self.runtime.log_rollout(update.slot.name, rollouts)
-        if rl is not None:
-            num_rows = sum(len(w["rows"]) for w in weights)
-            with update.slot.rng.scope():  # the same permutations on every rank, and as with one rank
-                orders = [torch.randperm(num_rows) for _ in range(rl.algorithm.epochs if num_rows else 0)]
-            cut = cut_permutation(weights, orders, rl.algorithm.minibatch_size, rank)
-        else:
-            assert not isinstance(objective, (CoTrainingObjective, PolicyGradientObjective))
-            cut = cut_in_order(weights, -(-objective.batch_size // self._ranks.size), rank)
-        update.batches, update.shares = _batches(data, cut), iter([minibatch.shares for minibatch in cut])
+            update.rollout = mean_of_rollouts(rollouts)
+        update.batches = batches_of(data, update.objective.cut([part.weights for part in parts], self.ranks.rank))
 
-    def _encode_whole_jobs(self, updates: list[_Update]) -> None:
+    def _encode_whole_jobs(self, updates: list[Update]) -> None:
         """Rollouts without features, through a sharded backbone."""
         if not self.sharded_backbone:
             return
         raw = [
             (update, update.data)
             for update in updates
-            if update.data is not None
-            and "features" not in update.data.keys()
-            and self.objectives[update.slot.name].encode_whole_job
+            if update.data is not None and "features" not in update.data.keys() and update.objective.encode_whole_job
         ]
         for (update, _), features in zip(raw, self._encode_in_step(raw, updates), strict=True):
             update.data = features
 
     @torch.no_grad()
-    def _encode_in_step(
-        self, items: list[tuple[_Update, TensorDict]], updates: list[_Update]
-    ) -> list[TensorDict | None]:
+    def _encode_in_step(self, items: list[tuple[Update, TensorDict]], updates: list[Update]) -> list[TensorDict | None]:
         """Rows with observations -> rows with features through the sharded backbone; None where it failed.
 
         A pass is a collective: whatever can go wrong with rows is done first, then the ranks agree how many passes the
         busiest one needs, and the others make up the number with passes over a blank image.
         """
-        prepared: list[tuple[_Update, TensorDict, list[tuple[list[int], TensorDict]]]] = []
+        prepared: list[tuple[Update, TensorDict, list[tuple[list[int], TensorDict]]]] = []
 
-        def prepare(update: _Update, data: TensorDict) -> list[tuple[list[int], TensorDict]]:
+        def prepare(update: Update, data: TensorDict) -> list[tuple[list[int], TensorDict]]:
             requests = self._requests([(update.slot, data)])
             kinds, schema = kinds_of(requests), requests[0].schema
             cut = cut_passes(requests)
@@ -518,7 +422,7 @@ class MultiTenantModule(L.LightningModule):
             passes = self._guarded(update, prepare, data)
             prepared.append((update, data, passes or []))
         mine = sum(len(passes) for _, _, passes in prepared)
-        spare = self._ranks.most(mine) - mine
+        spare = self.ranks.most(mine) - mine
         found: list[TensorDict | None] = []
         for update, data, passes in prepared:
             kinds = (update.slot.head.feature_spec.kind,)
@@ -532,7 +436,7 @@ class MultiTenantModule(L.LightningModule):
                 self.backbone.encode(given.to(self.device), kinds)
         return found
 
-    def _backward_in_step(self, update: _Update, batch: TensorDict | None) -> None:
+    def _backward_in_step(self, update: Update, batch: TensorDict | None) -> None:
         """:meth:`_backward` of a head in shards, whose weights and gradients are collectives: the ranks agree before
         each of them that nobody has failed. A minibatch that is empty here is made up by a row that weighs nothing."""
         if self._failed_somewhere(update):
@@ -550,28 +454,29 @@ class MultiTenantModule(L.LightningModule):
         assert loss is not None
         # FSDP2 divides the summed gradients by the number of ranks; ours are summands of the global mean already. (Its
         # set_gradient_divide_factor needs a reduction that gloo does not have.)
-        self.manual_backward(loss * self._ranks.size)
+        self.manual_backward(loss * self.ranks.size)
 
-    def _failed_somewhere(self, update: _Update) -> bool:
+    def _failed_somewhere(self, update: Update) -> bool:
         """Whether a rank has failed at this update; then it is out, everywhere."""
-        if not update.failed and self._ranks.most(update.failure is not None):
+        if update.failed is None and self.ranks.most(update.failure is not None):
             self._exchange_failures([update])
-        return update.failed
+        return update.failed is not None
 
-    def _sum_gradients(self, updates: list[_Update]) -> None:
+    def _sum_gradients(self, updates: list[Update]) -> None:
         """One flat all_reduce for all tenants of this step, and no other byte: for each its gradients, which of its
         parameters have one, and whether it failed on some rank. Who failed somewhere is taken out everywhere."""
-        ranks = self._ranks
+        ranks = self.ranks
         if ranks.size == 1:
+            self._exchange_failures(updates)
             return
-        layout = [(update, _parameters(update.slot)) for update in updates if update.slot.replica is None]
+        layout = [(update, trained_parameters(update.slot)) for update in updates if update.slot.replica is None]
         if not layout:
             return
         header = [
             torch.tensor([float(update.failure is not None), *(float(p.grad is not None) for p in parameters)])
             for update, parameters in layout
         ]
-        dtype = _common_dtype([p for _, parameters in layout for p in parameters])
+        dtype = common_dtype([p for _, parameters in layout for p in parameters])
         pieces: list[Tensor] = []
         for (update, parameters), flags in zip(layout, header, strict=True):
             usable = update.failure is None
@@ -593,41 +498,40 @@ class MultiTenantModule(L.LightningModule):
         if failed:
             self._exchange_failures(updates)
 
-    def _exchange_failures(self, updates: list[_Update]) -> None:
+    def _exchange_failures(self, updates: list[Update]) -> None:
         mine = {update.slot.name: update.failure for update in updates if update.failure is not None}
-        self._agree(updates, self._ranks.gather(mine))
+        self._agree(updates, self.ranks.gather(mine))
 
-    def _agree(self, updates: list[_Update], failures: list[dict[str, Failure]]) -> None:
+    def _agree(self, updates: list[Update], failures: list[dict[str, Failure]]) -> None:
         """Take out, on every rank, whoever failed on one."""
         agreed = agreed_failures(failures)
         for update in updates:
-            if update.slot.name in agreed and not update.failed:
-                self._take_out(update, agreed[update.slot.name])
+            if update.failed is None:
+                update.failed = agreed.get(update.slot.name)
 
-    def _sum_metrics(self, updates: list[_Update]) -> dict[str, dict[str, float]]:
-        """What is logged of every tenant that has come through; with several ranks over all rows of the job."""
-        if self._ranks.size == 1:
-            return {update.slot.name: update.metrics() for update in updates if not update.failed}
+    def _sum_metrics(self, updates: list[Update]) -> dict[str, dict[str, float]]:
+        """What is logged of every tenant that has come through, over all ranks' rows of the job."""
         mine = {}
         for update in updates:
             rows = 0 if update.lease.data is None else len(update.lease.data)
             keys = dict.fromkeys(key for step in update.history for key in step)
-            sums = {k: float(sum(step[k].float() for step in update.history if k in step)) for k in keys}
-            counted = None if update.data is None else len(update.data)
+            sums = {k: float(torch.stack([s[k].float() for s in update.history if k in s]).sum()) for k in keys}
+            counted = 0 if update.data is None else len(update.data)
             mine[update.slot.name] = (update.failure, sums, len(update.history), rows, counted)
-        by_rank = self._ranks.gather(mine)
+        by_rank = self.ranks.gather(mine)
         self._agree(updates, [{n: f for n, (f, *_) in mine.items() if f is not None} for mine in by_rank])
         metrics = {}
         for update in updates:
-            if update.failed:
+            if update.failed is not None:
                 continue
             name, optimizer = update.slot.name, update.slot.optimizer
             assert optimizer is not None
             _, sums, steps, rows, counted = zip(*(mine[name] for mine in by_rank), strict=True)
             means = {key: sum(part.get(key, 0.0) for part in sums) / steps[0] for part in sums for key in part}
-            if self._on_rollouts(name) is not None:
-                means["counted_share"] = sum(n or 0 for n in counted) / sum(rows)
-            metrics[name] = {"loss": 0.0, **means, "lr": optimizer.param_groups[0]["lr"]}
+            if update.lease.job.task_type == "rl":
+                means["counted_share"] = sum(counted) / sum(rows)
+            padding = {"padding_share": self.encode_stats.padding_share} if self.encode_stats.calls else {}
+            metrics[name] = {"loss": 0.0, **means, "lr": optimizer.param_groups[0]["lr"], **padding}
         return metrics
 
     @staticmethod
@@ -649,8 +553,7 @@ class MultiTenantModule(L.LightningModule):
         found = encode_together(backbone or self.backbone, self._requests(parts), self.encode_stats, passes)
         encoded = []
         for (slot, data), features in zip(parts, found, strict=True):
-            if self.runtime is not None:
-                self.runtime.passes[slot.name].add(encoded=len(data))
+            slot.passes.add(encoded=len(data))
             rows = data.exclude("language_instruction", "observation")
             rows["features"], rows["state"] = features, data["observation", "state"]
             encoded.append(rows)
@@ -658,8 +561,8 @@ class MultiTenantModule(L.LightningModule):
 
     def _draw_demonstrations(self, slot: TenantSlot, count: int) -> TensorDict:
         """The next ``count`` demonstrations of an RL tenant that mixes them in."""
-        assert self.runtime is not None
-        batch = self.runtime.demonstrations[slot.name].read(slot.demonstrations_drawn, count)
+        assert slot.demonstrations is not None
+        batch = slot.demonstrations.read(slot.demonstrations_drawn, count)
         slot.demonstrations_drawn += count
         return full_precision(batch.to(self.device))
 
@@ -673,15 +576,11 @@ class MultiTenantModule(L.LightningModule):
     # ------------------------------------------------------------------------------------- Lightning's hooks
 
     def configure_model(self) -> None:
-        if self.shard is not None:
-            self.shard(self)
-            self.shard = None
+        """Nothing: the strategy shards what it places (Lightning wants this method overridden for FSDP2)."""
 
     def configure_optimizers(self) -> list[torch.optim.Optimizer]:
         for slot in self.slots.values():
             slot.build_optimizer()
-        if self._restored is not None:
-            self._restore_slots(self._restored)
         return [slot.optimizer for slot in self.slots.values() if slot.optimizer is not None]
 
     def train(self, mode: bool = True) -> MultiTenantModule:
@@ -694,79 +593,7 @@ class MultiTenantModule(L.LightningModule):
         return {k: v for k, v in state.items() if "backbone." not in k}
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Lightning's file keeps loops and callbacks; tenants are payload folders named here."""
-        assert self.runtime is not None
+        """Lightning's file keeps loops and callbacks; tenants are payload folders that a callback names in it."""
         checkpoint["state_dict"] = {}
         checkpoint["optimizer_states"] = []  # positional in Lightning: a reordered tenant would get another's moments
         checkpoint["lr_schedulers"] = []
-        checkpoint["nexus"] = self.runtime.checkpoint_state()
-
-    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Called before ``configure_optimizers``, which restores the slots."""
-        self._restored = checkpoint["nexus"]
-
-    def _restore_slots(self, saved: dict[str, Any]) -> None:
-        assert self.runtime is not None
-        for name, slot in self.slots.items():
-            entry = saved["tenants"].get(name)
-            if entry is None:  # a tenant that was not in the interrupted run starts fresh
-                continue
-            slot.resume(read_payload(self.runtime.run_dir / entry))
-        self.runtime.restore(saved)
-
-
-def build_objective(slot: TenantSlot, draw: Callable[[int], TensorDict], share: Share | None = None) -> Objective:
-    """What the tenant's jobs minimise; ``draw`` gives the demonstrations that an RL tenant mixes in, ``share`` says
-    which of them are this rank's."""
-    config, head, normalizer = slot.spec.config, slot.head, slot.normalizer
-    algorithm, dataset = config.algorithm, config.dataset
-    supervised = None if dataset is None else SFTObjective(head, normalizer, dataset.batch_size)
-    if config.task == "sft":
-        assert supervised is not None
-        return supervised
-    assert algorithm is not None
-    if config.task == "rl":
-        rl = PolicyGradientObjective(head, normalizer, algorithm)
-        if supervised is None or algorithm.sft_weight is None:
-            return rl
-        return CoTrainingObjective(rl, supervised, algorithm.sft_weight, draw, share)
-    assert dataset is not None
-    if slot.critic is None:
-        return AWRObjective(head, normalizer, algorithm, dataset.batch_size)
-    return IQLObjective(head, slot.critic, normalizer, algorithm, dataset.batch_size)
-
-
-def _finite(slot: TenantSlot, loss: Tensor) -> Tensor:
-    if not bool(torch.isfinite(loss.detach()).all()):
-        where = f"tenant {slot.name!r}, optimizer step {slot.optimizer_steps}"
-        raise NonFiniteLoss(f"{where}: loss is {float(loss.detach())}")
-    return loss
-
-
-def _gradient_problem(slot: TenantSlot) -> str:
-    """Which gradient is not finite, by the name that its parameter has in the tenant's payload."""
-    modules = {"head": slot.head} | ({} if slot.critic is None else {"critic": slot.critic})
-    for prefix, module in modules.items():
-        for name, p in module.named_parameters():
-            if p.grad is not None and not bool(local(p.grad).isfinite().all()):
-                where = f"the gradient of {prefix}.{name} is not finite"
-                return f"tenant {slot.name!r}, optimizer step {slot.optimizer_steps}: {where}"
-    return f"tenant {slot.name!r}, optimizer step {slot.optimizer_steps}: the gradients are too large for one norm"
-
-
-def _parameters(slot: TenantSlot) -> list[nn.Parameter]:
-    """What the tenant's optimizer changes."""
-    assert slot.optimizer is not None
-    return [p for group in slot.optimizer.param_groups for p in group["params"]]
-
-
-def _common_dtype(tensors: list[nn.Parameter]) -> torch.dtype:
-    dtype = torch.float32
-    for tensor in tensors:
-        dtype = torch.promote_types(dtype, tensor.dtype)
-    return dtype
-
-
-def _batches(data: TensorDict | None, cut: list[Minibatch]) -> Iterator[TensorDict | None]:
-    for minibatch in cut:
-        yield None if data is None or not len(minibatch.rows) else rows_of(data, minibatch.rows)

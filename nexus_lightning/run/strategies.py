@@ -10,21 +10,22 @@ from __future__ import annotations
 import copy
 from typing import Any, override
 
+import lightning as L
 import torch
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
 from torch.distributed.device_mesh import init_device_mesh
 
-from nexus_lightning.config import PlacementConfig
-from nexus_lightning.module import MultiTenantModule
+from nexus_lightning.config import NexusConfig
 from nexus_lightning.placement.plan import Plan
 from nexus_lightning.placement.sharding import needs_whole_backbone, shard_backbone, shard_head
+from nexus_lightning.run.module import MultiTenantModule
 
 
-def make_strategy(plan: Plan, placement: PlacementConfig) -> Any:
+def make_strategy(plan: Plan, config: NexusConfig) -> Any:
     """The plan's Lightning strategy; Lightning's own ``auto`` for one process."""
     if plan.strategy == "single":
         return "auto"
-    return TenantDDP() if plan.strategy == "ddp" else TenantFSDP2(plan, placement)
+    return TenantDDP() if plan.strategy == "ddp" else TenantFSDP2(plan, config)
 
 
 class TenantDDP(DDPStrategy):
@@ -38,21 +39,28 @@ class TenantDDP(DDPStrategy):
 class TenantFSDP2(ModelParallelStrategy):
     """Backbone copies in shards, heads whole or in shards. Tenants are saved and restored as payloads, by name."""
 
-    def __init__(self, plan: Plan, placement: PlacementConfig) -> None:
+    def __init__(self, plan: Plan, config: NexusConfig) -> None:
         super().__init__(data_parallel_size=plan.world_size, tensor_parallel_size=1, save_distributed_checkpoint=False)
-        self.plan, self.placement = plan, placement
+        self.plan, self.config = plan, config
 
-    def shard(self, module: MultiTenantModule) -> None:
-        """Called by the module's ``configure_model``, before optimizers exist."""
-        assert module.runtime is not None
-        plan, device = self.plan, self.root_device.type
+    @override
+    def setup(self, trainer: L.Trainer) -> None:
+        """Shards first: the base class makes the optimizers."""
+        module = self.lightning_module
+        assert isinstance(module, MultiTenantModule)
+        self._shard(module)
+        super().setup(trainer)
+
+    def _shard(self, module: MultiTenantModule) -> None:
+        plan, device, placement = self.plan, self.root_device.type, self.config.placement
         mesh = init_device_mesh(device, (plan.replicate, plan.shard), mesh_dim_names=("replicate", "shard"))
-        inference = self.placement.inference.device
-        if inference != "training" or needs_whole_backbone(module.runtime.config):
+        inference = placement.inference.device
+        if inference != "training" or needs_whole_backbone(self.config):
             # the whole one is the inference server's and the readers'; the actor's shards are a copy
-            module.backbone = copy.deepcopy(module.runtime.backbone)
-            module.runtime.backbone.to(self.root_device if inference == "training" else inference)
-        shard_backbone(module.backbone, mesh["shard"], self.placement.backbone)
+            whole = module.backbone
+            module.backbone = copy.deepcopy(whole)
+            whole.to(self.root_device if inference == "training" else inference)
+        shard_backbone(module.backbone, mesh["shard"], placement.backbone)
         module.sharded_backbone = True
         if plan.heads_shard > 1:
             # with one copy there is nobody to sum with beyond the shards

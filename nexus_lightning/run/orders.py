@@ -1,7 +1,7 @@
 """Tenants that join and leave a live run, at the same place between two jobs on every rank.
 
 Rank 0 is asked, from any thread. What takes long (recording and opening a dataset, closing simulators) happens in
-threads while the others train; the rest between two jobs, on all ranks in the same tick (``placement.control``)::
+threads while the others train; the rest between two jobs, on all ranks in the same tick (:mod:`~.run.tick`)::
 
     join   rank 0 prepares --> order (plain data) --> others prepare --> all are done --> slots are built and started
     leave  order --> jobs fail, producers are asked to stop --> their threads have ended on all --> nothing is left
@@ -11,7 +11,6 @@ What goes wrong on one rank undoes the join on all, and is what the caller's fut
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import logging
 import threading
@@ -19,27 +18,25 @@ import traceback
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
+from nexus_lightning.checkpoint import resolve_payload
 from nexus_lightning.config import ConfigError, TenantConfig, dataset_root, tenant_problems
 from nexus_lightning.memory import Admission, free_bytes, head_memory
 from nexus_lightning.placement.plan import environment_ranks
 from nexus_lightning.placement.sharding import needs_whole_backbone
 from nexus_lightning.producers.demonstrations import dataset_stats, open_dataset
+from nexus_lightning.run.mailbox import RunEnded
+from nexus_lightning.run.member import Shared
+from nexus_lightning.run.start import load_start, record_dataset
+from nexus_lightning.run.tenancy import Tenancy
 from nexus_lightning.tenant import TenantSlot, TenantSpec, build_slot
-
-if TYPE_CHECKING:
-    from nexus_lightning.runtime import Runtime
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 
-class RunEnded(RuntimeError):
-    """Asked of a run that is over."""
-
-
-class MembershipFailed(RuntimeError):
+class OrderFailed(RuntimeError):
     """A tenant could not join or leave; the run goes on without a trace of the attempt."""
 
 
@@ -53,11 +50,17 @@ class Order:
     config: TenantConfig | None = None
 
 
-class Membership:
-    """Orders of one rank; see the module docstring."""
+class Orders:
+    """Orders of one rank; see the module docstring.
 
-    def __init__(self, runtime: Runtime) -> None:
-        self.runtime = runtime
+    Args:
+        tenancy: who is there.
+        shared: of the run.
+        only_shards: this rank holds the backbone in shards only.
+    """
+
+    def __init__(self, tenancy: Tenancy, shared: Shared, only_shards: Callable[[], bool]) -> None:
+        self.tenancy, self.shared, self.only_shards = tenancy, shared, only_shards
         self._numbers = itertools.count()
         self._lock = threading.Lock()
         self._orders: dict[int, Order] = {}  # not completed
@@ -75,7 +78,7 @@ class Membership:
         Raises:
             ConfigError: the tenant is not valid, or cannot live in this run.
             RunEnded: the run is over; so does the future when it ends before the tenant's turn.
-            MembershipFailed: (the future) it could not be built on some rank.
+            OrderFailed: (the future) it could not be built on some rank.
         """
         if problems := self._problems(name, config):
             raise ConfigError(problems)
@@ -86,23 +89,22 @@ class Membership:
 
         Raises:
             ValueError: there is no such tenant.
-            RunEnded, MembershipFailed: as for :meth:`join`.
+            RunEnded, OrderFailed: as for :meth:`join`.
         """
-        if name not in self.runtime.slots:
-            raise ValueError(f"tenant {name!r} is not in this run; there are {', '.join(self.runtime.slots) or 'none'}")
+        if name not in self.tenancy.slots:
+            raise ValueError(f"tenant {name!r} is not in this run; there are {', '.join(self.tenancy.slots) or 'none'}")
         return self._order("leave", name)
 
     def _problems(self, name: str, config: TenantConfig) -> list[str]:
-        runtime, key = self.runtime, f"tenants.{name}"
-        problems = tenant_problems(key, name, config, runtime.config)
-        if name in runtime.slots:
+        config_of_run, key = self.shared.config, f"tenants.{name}"
+        problems = tenant_problems(key, name, config, config_of_run)
+        if name in self.tenancy.slots:
             problems.append(f"{key}: is there already; let it leave first, or choose another name")
         if config.init_from.recipe is not None:
             problems.append(f"{key}.init_from.recipe: a live run trains no recipes; give init_from.path")
-        if runtime.config.placement.heads.shard > 1:
-            problems.append(f"{key}: cannot join with placement.heads.shard={runtime.config.placement.heads.shard}")
-        only_shards = runtime.actor.sharded_backbone and runtime.backbone is runtime.actor.backbone
-        if only_shards and needs_whole_backbone(replace(runtime.config, tenants={name: config})):
+        if config_of_run.placement.heads.shard > 1:
+            problems.append(f"{key}: cannot join with placement.heads.shard={config_of_run.placement.heads.shard}")
+        if self.only_shards() and needs_whole_backbone(replace(config_of_run, tenants={name: config})):
             problems.append(
                 f"{key}: needs the backbone whole, and this run holds only shards of it; start it with a tenant that "
                 "has rollouts, evaluations or stored features, or use features.reuse=never and eval.episodes=0 (sft)"
@@ -110,7 +112,7 @@ class Membership:
         return problems
 
     def _order(self, verb: str, name: str, config: TenantConfig | None = None) -> Future[None]:
-        assert self.runtime.ranks.first, "rank 0 speaks for all"
+        assert self.shared.ranks.first, "rank 0 speaks for all"
         future: Future[None] = Future()
         with self._lock:
             if self._closed:
@@ -121,8 +123,6 @@ class Membership:
             self._orders[order.number], self._futures[order.number] = order, future
         if verb == "join":
             self._in_thread(order, self._open)
-        elif self.runtime.control is None:
-            self.runtime.call(lambda: self.begin(order))
         else:
             self._tell(order)
         return future
@@ -130,6 +130,7 @@ class Membership:
     def _tell(self, order: Order) -> None:
         with self._lock:
             self._new.append(order)
+        self.shared.scheduler.wake()
 
     # ---- preparation, in threads ---------------------------------------------------------------------------------
 
@@ -137,13 +138,13 @@ class Membership:
         threading.Thread(target=self._prepare, args=(order, action), name=f"{order.verb}-{order.tenant}").start()
 
     def _prepare(self, order: Order, action: Callable[[Order], Any]) -> None:
-        runtime, error = self.runtime, None
+        error = None
         try:
             self._data[order.number] = action(order)
         except Exception as raised:
             error = f"{type(raised).__name__}: {raised}"
             log.warning("tenant %s: cannot %s\n%s", order.tenant, order.verb, traceback.format_exc())
-        first = runtime.ranks.first and order.verb == "join"
+        first = self.shared.ranks.first and order.verb == "join"
         with self._lock:
             if self._closed:
                 return
@@ -151,22 +152,19 @@ class Membership:
                 self._answer(order.number, error)
                 return
             self._prepared[order.number] = error
-        if runtime.control is None:
-            with contextlib.suppress(RunEnded):  # the future is told by `close`
-                runtime.call(lambda: self.complete(order.number, [error]))
-        elif first:
+        if first:
             self._tell(order)
+        else:
+            self.shared.scheduler.wake()
 
     def _open(self, order: Order) -> tuple[Any, Any]:
         """The tenant's dataset and its statistics; rank 0 records it first when it is not there."""
-        from nexus_lightning.trainer import record_dataset  # imports the runtime
-
         config = order.config
         assert config is not None
         if config.dataset is None:
             return None, None
-        data_dir, spec = self.runtime.config.data_dir, TenantSpec.compile(order.tenant, config, 0)
-        if self.runtime.ranks.first:
+        data_dir, spec = self.shared.config.data_dir, TenantSpec.compile(order.tenant, config, 0)
+        if self.shared.ranks.first:
             record_dataset(order.tenant, config, data_dir)
         dataset = open_dataset(config.dataset, spec.schema, dataset_root(config, data_dir))
         return dataset, dataset_stats(dataset, config.dataset, spec.schema)
@@ -195,15 +193,14 @@ class Membership:
         with self._lock:
             self._orders[order.number] = order
         if order.verb == "leave":
-            leaving = self.runtime.stop_workload(order.tenant)
+            leaving = self.tenancy.stop(order.tenant)
 
-            def wait(order: Order) -> list[Any]:
+            def wait(order: Order) -> None:
                 for producer in leaving:
                     producer.join()
-                return leaving
 
             self._in_thread(order, wait)
-        elif not self.runtime.ranks.first:  # which has prepared it already
+        elif not self.shared.ranks.first:  # which has prepared it already
             self._in_thread(order, self._open)
 
     def complete(self, number: int, errors: list[str | None]) -> None:
@@ -215,59 +212,55 @@ class Membership:
         if error is None and order.verb == "join":
             error = self._enter(order, *data)
         elif error is None:
-            _, error = self._agreed(lambda: self._remove(order, data))
+            _, error = self._agreed(lambda: self._remove(order))
         with self._lock:
             self._answer(number, error)
 
     def _answer(self, number: int, error: str | None) -> None:
         order, future = self._orders.pop(number), self._futures.pop(number, None)
         if future is not None and error is not None:
-            future.set_exception(MembershipFailed(f"tenant {order.tenant!r} cannot {order.verb}: {error}"))
+            future.set_exception(OrderFailed(f"tenant {order.tenant!r} cannot {order.verb}: {error}"))
         elif future is not None:
             future.set_result(None)
 
     def _enter(self, order: Order, dataset: Any, stats: Any) -> str | None:
-        runtime, name = self.runtime, order.tenant
+        tenancy, name = self.tenancy, order.tenant
         slot, error = self._agreed(lambda: self._build(order, stats))
         if slot is None or error is not None:
             return error
-        runtime.ranks.spread(slot.tensors().values())
+        self.shared.ranks.spread(slot.tensors().values())
         _, error = self._agreed(lambda: self._start(slot, dataset, stats))
-        if error is not None and name in runtime.slots:
-            leaving = runtime.stop_workload(name)
-            for producer in leaving:
+        if error is not None and name in tenancy.slots:
+            for producer in tenancy.stop(name):
                 producer.join()
-            runtime.remove_tenant(name)
+            tenancy.leave(name)
         return error
 
     def _build(self, order: Order, stats: Any) -> TenantSlot:
-        from nexus_lightning.checkpoint import resolve_payload
-        from nexus_lightning.trainer import load_start
-
-        runtime, config = self.runtime, order.config
+        shared, config = self.shared, order.config
         assert config is not None
-        spec = TenantSpec.compile(order.tenant, config, runtime.config.seed)
-        slot = build_slot(spec, runtime.backbone, *(stats or (None, None)))
+        spec = TenantSpec.compile(order.tenant, config, shared.config.seed)
+        slot = build_slot(spec, shared.backbone, *(stats or (None, None)))
         memory = head_memory(slot.head, slot.ema is not None, slot.critic)
-        Admission(free_bytes(runtime.backbone.device)).admit(order.tenant, memory.total_bytes)
+        Admission(free_bytes(shared.backbone.device)).admit(order.tenant, memory.total_bytes)
         if config.init_from.path is not None:
-            load_start(slot, resolve_payload(config.init_from.path), runtime.backbone)
+            load_start(slot, resolve_payload(config.init_from.path), shared.backbone)
         return slot
 
     def _start(self, slot: TenantSlot, dataset: Any, stats: Any) -> None:
-        runtime, config = self.runtime, slot.spec.config
-        ranks = environment_ranks(runtime.config, slot.name, config, runtime.ranks.size)
+        shared, config = self.shared, slot.spec.config
+        ranks = environment_ranks(shared.config, slot.name, config, shared.ranks.size)
         if ranks:
-            runtime.config.placement.environments[slot.name] = list(ranks)
-        runtime.add_tenant(slot)
-        reader = None if dataset is None else runtime.make_reader(slot, config, dataset, runtime.passes[slot.name])
+            shared.config.placement.environments[slot.name] = list(ranks)
+        self.tenancy.join(slot)
+        reader = None if dataset is None else shared.make_reader(slot, config, dataset, slot.passes)
         # statistics of a payload that it starts from stay
-        runtime.start_workload(slot.name, config, reader, None if config.init_from.given else stats)
+        self.tenancy.start(slot.name, config, reader, None if config.init_from.given else stats)
 
-    def _remove(self, order: Order, producers: list[Any]) -> None:
-        self.runtime.end_workload(order.tenant, producers)
-        self.runtime.remove_tenant(order.tenant)
-        self.runtime.config.placement.environments.pop(order.tenant, None)
+    def _remove(self, order: Order) -> None:
+        self.tenancy.end(order.tenant)
+        self.tenancy.leave(order.tenant)
+        self.shared.config.placement.environments.pop(order.tenant, None)
 
     def _agreed(self, action: Callable[[], T]) -> tuple[T | None, str | None]:
         """What ``action`` gave here, and what went wrong on the first rank on which something did."""
@@ -277,7 +270,7 @@ class Membership:
         except Exception as raised:
             error = f"{type(raised).__name__}: {raised}"
             log.warning("a tenant cannot join or leave\n%s", traceback.format_exc())
-        return value, _first(self.runtime.ranks.gather(error))
+        return value, _first(self.shared.ranks.gather(error))
 
     def close(self) -> None:
         """The run is over: whoever still waits is told so."""

@@ -14,7 +14,7 @@ mean is taken over (``weight here / weight on all ranks``), and the gradients ar
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -87,9 +87,9 @@ def cut_in_order(weights: Sequence[RowWeights], batch_size: int, rank: int) -> l
 
 
 def cut_permutation(
-    weights: Sequence[RowWeights], permutations: Sequence[Tensor], batch_size: int, rank: int
-) -> list[Minibatch]:
-    """Minibatches of permutations of all ranks' rows, those of rank 0 first.
+    weights: Sequence[RowWeights], permutations: Iterable[Tensor], batch_size: int, rank: int
+) -> Iterator[Minibatch]:
+    """Minibatches of permutations of all ranks' rows, those of rank 0 first; the next permutation when it is due.
 
     Example:
         >>> ones = [{"rows": torch.ones(2)}, {"rows": torch.ones(2)}]
@@ -99,12 +99,10 @@ def cut_permutation(
     """
     sizes = [len(next(iter(w.values()))) for w in weights]
     starts = torch.tensor([0, *sizes]).cumsum(0).tolist()
-    cut = []
     for permutation in permutations:
         for rows in permutation.split(batch_size):
             by_rank = [rows[(rows >= a) & (rows < b)] - a for a, b in pairwise(starts)]
-            cut.append(Minibatch(by_rank[rank], _shares(weights, by_rank, rank)))
-    return cut
+            yield Minibatch(by_rank[rank], _shares(weights, by_rank, rank))
 
 
 def _shares(weights: Sequence[RowWeights], rows: Sequence[Tensor], rank: int) -> dict[str, float]:

@@ -1,0 +1,1 @@
+"""One run: who its tenants are, what they train next, and what happens in a step."""
