@@ -38,6 +38,7 @@ from nexus_lightning.backbone import Backbone
 from nexus_lightning.conventions import DatasetConventions, DatasetConverter
 from nexus_lightning.demonstrations import RECORD_FILE, describe_recording
 from nexus_lightning.head import ActionHead, choose_kind
+from nexus_lightning.queues.policy import Policy
 from nexus_lightning.schema import TenantSchema
 from nexus_lightning.simulator import Simulator, task_configs
 
@@ -244,6 +245,9 @@ class TrainingQueueConfig:
     max_gb_per_tenant: float = 2.0  # partitions of one tenant; producers wait beyond it
     lease_deadline_s: float = 600.0  # a leased job that is not finished by then goes back
     journal: bool = False  # keep every state change of every job in <run folder>/jobs.sqlite, safe from kill -9
+    policy: dict[str, Any] = field(  # `_target_` of a Policy: whose job goes first, how many are in flight
+        default_factory=lambda: {"_target_": "nexus_lightning.queues.policy.FairShare"}
+    )
 
 
 @dataclass
@@ -721,6 +725,7 @@ def validate(config: NexusConfig) -> None:
 def run_problems(config: NexusConfig) -> list[str]:
     """What is wrong with everything but the tenants and the backbone."""
     problems = _placement_problems(config)
+    problems += _part_problems("queues.training.policy", config.queues.training.policy, Policy)
     inference = config.queues.inference
     if inference.static_batch_size is not None and inference.static_batch_size < 1:
         problems.append(f"queues.inference.static_batch_size={inference.static_batch_size}: at least 1, or null")
@@ -777,7 +782,7 @@ def _lightning_problems(config: NexusConfig) -> list[str]:
 
 
 def _part_problems(key: str, node: Mapping[str, Any], base: type) -> list[str]:
-    """Of a logger, callback or profiler. Its class may say more: ``requires`` and ``problems(arguments)``."""
+    """Of a logger, callback, profiler or policy. Its class may say more: ``requires`` and ``problems(arguments)``."""
     problems: list[str] = []
     cls = check_class(node, key, problems)
     if cls is None:

@@ -15,12 +15,14 @@ from pathlib import Path
 import pytest
 import yaml
 from conftest import ROOT
+from hydra.utils import get_class
 
 from nexus_lightning import trainer
 from nexus_lightning.config import ConfigError, NexusConfig, compose_config, composition_error, validate
 from nexus_lightning.monitoring.loggers import CSV, build
+from nexus_lightning.queues.jobs import JobState, Scheduler
 
-PAGES = ("logger", "callback")
+PAGES = ("logger", "callback", "scheduler_policy")
 FAKE = {"_target_": "fakes.FakeBackbone"}
 
 
@@ -95,6 +97,39 @@ def test_a_callback_and_a_profiler(run):
     assert told == ["96", "96"], "once per job"
     assert "[Strategy]SingleDeviceStrategy.batch_to_device" in (run[0] / "fit-profile.txt").read_text()
     assert yaml.safe_load((run[0] / "config.yaml").read_text())["profiler"]["dirpath"] == "{run_dir}"
+
+
+def test_a_scheduler_policy(run, mine):
+    """Turns in place of priorities and shares; its notes survive a resume, and unknown arguments are told."""
+    assert yaml.safe_load((run[0] / "config.yaml").read_text())["queues"]["training"]["policy"]["in_flight"] == 1
+
+    def scheduler(state: dict | None = None) -> Scheduler:
+        new = Scheduler(policy=get_class("round_robin.RoundRobin")(in_flight=3))
+        for name, priority in (("a", 1), ("b", 0), ("c", 0)):
+            new.register(name, "sft", priority=priority, weight=1 + priority, max_in_flight=2 + 2 * priority)
+        if state is not None:
+            new.load_state_dict(json.loads(json.dumps(state)))
+        for name in "aaabbc":
+            if (job := new.reserve(name, sample_count=8)) is not None:
+                new.mark(job.job_id, JobState.READY)
+        return new
+
+    def trained(scheduler: Scheduler, count: int) -> str:
+        jobs = [scheduler.lease_next(dict.fromkeys("abc", 0), 0, 60) for _ in range(count)]
+        return "".join(scheduler.complete(job.job_id).tenant_id for job in jobs if job is not None)
+
+    first = scheduler()
+    assert [first.bound(name) for name in "abc"] == [3, 2, 2], "max_in_flight bounds every policy"
+    assert trained(first, 2) == "ab"
+    state = first.state_dict()
+    assert trained(first, 9) == "caba"
+    assert trained(scheduler(state), 3) == "cab", "c has had no turn, a's is longest ago"
+
+    with pytest.raises(ConfigError) as error:
+        validate(composed(mine, *command("scheduler_policy"), "+queues.training.policy.turns=3"))
+    assert error.value.problems == [
+        "queues.training.policy.turns=3: RoundRobin has no such key; valid keys: in_flight",
+    ]
 
 
 # ---------------------------------------------------------------------------------------- loggers, callbacks, profilers

@@ -11,6 +11,8 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, TypeVar
 
+from hydra.utils import instantiate
+
 from nexus_lightning.backbone import Backbone
 from nexus_lightning.config import ConfigError, NexusConfig
 from nexus_lightning.features.store import FeatureStore
@@ -77,7 +79,8 @@ class Runtime:
         self.events = EventLog(run_dir / "events.jsonl" if first else None)
         self.queue = TrainingQueue(max_bytes_per_tenant=int(config.queues.training.max_gb_per_tenant * 1e9))
         self.journal = Journal(run_dir / "jobs.sqlite") if config.queues.training.journal and first else None
-        self.scheduler = Scheduler(on_terminal=self._clear, journal=self.journal)
+        policy = instantiate(config.queues.training.policy)
+        self.scheduler = Scheduler(on_terminal=self._clear, journal=self.journal, policy=policy)
         self.served = ServedPolicies(self.backbone)
         self.server = TenantInferenceServer(
             self.served,
