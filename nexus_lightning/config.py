@@ -33,11 +33,13 @@ from hydra.errors import HydraException, MissingConfigException
 from hydra.utils import get_class
 from omegaconf import MISSING, DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from nexus_lightning.backbone import Backbone
 from nexus_lightning.conventions import DatasetConventions, DatasetConverter
 from nexus_lightning.demonstrations import RECORD_FILE, describe_recording
 from nexus_lightning.head import ActionHead, choose_kind
+from nexus_lightning.optim import make_optimizer
 from nexus_lightning.queues.policy import Policy
 from nexus_lightning.schema import TenantSchema
 from nexus_lightning.simulator import Simulator, task_configs
@@ -57,6 +59,11 @@ OPTIMIZER_KEYS = (
     "ema_decay",
     "kind",
 )
+#: Those of them that a tenant's own ``optimizer`` and ``lr_scheduler`` take over.
+RATE_KEYS = {
+    "optimizer": ("lr", "value_lr", "weight_decay", "betas"),
+    "lr_scheduler": ("lr_schedule", "warmup_steps"),
+}
 #: Arguments of every head that are not its YAML's: the tenant's schema and the backbone say what they are.
 HEAD_ARGUMENTS = ("feature_spec", "schema", "backbone")
 LR_SCHEDULES = ("constant", "cosine")
@@ -226,6 +233,8 @@ class TenantConfig:
     task: str = MISSING
     schema: SchemaConfig = field(default_factory=SchemaConfig)
     head: Any = MISSING  # `_target_`, its arguments and the optimizer keys; or the name of a file in conf/head
+    optimizer: dict[str, Any] | None = None  # `_target_`, its arguments, value_lr; null: AdamW by the head's keys
+    lr_scheduler: dict[str, Any] | None = None  # `_target_` and its arguments; null: by the head's keys
     dataset: DatasetConfig | None = None
     environment: EnvironmentConfig | None = None
     algorithm: AlgorithmConfig | None = None
@@ -570,6 +579,10 @@ def to_config(cfg: DictConfig, folders: Sequence[Path] = (), overrides: Sequence
         raise ConfigError(problems)
     config = OmegaConf.to_object(cfg)
     assert isinstance(config, NexusConfig)
+    for name, tenant in config.tenants.items():
+        for override in overrides:
+            problems += _typed_rate_problems(override, name, tenant)
+        _hand_over_rates(tenant)
     if problems:
         try:
             validate(config)
@@ -577,6 +590,20 @@ def to_config(cfg: DictConfig, folders: Sequence[Path] = (), overrides: Sequence
             problems += error.problems
         raise ConfigError(problems)
     return config
+
+
+def _typed_rate_problems(override: str, name: str, tenant: TenantConfig) -> list[str]:
+    """An override of a key of the tenant's head that its own optimizer or schedule has taken over."""
+    pattern = rf"\+{{0,2}}tenants\.{re.escape(name)}\.head\.(?:_new_\.)?(\w+)=(.*)"
+    if (match := re.fullmatch(pattern, override, re.DOTALL)) is None:
+        return []
+    key, value = match[1], match[2]
+    for part, keys in RATE_KEYS.items():
+        if key in keys and getattr(tenant, part) is not None:
+            by_file = f"choose another file by +lr_scheduler@tenants.{name}.lr_scheduler="
+            fix = by_file if key == "lr_schedule" else f"write tenants.{name}.{part}.{key}={value}"
+            return [f"tenants.{name}.head.{key}={value}: tenants.{name}.{part} says it; {fix}"]
+    return []
 
 
 def no_such_key(owner: str, key: str, value: Any, valid: Sequence[str]) -> str:
@@ -648,7 +675,9 @@ def tenant_from_dict(values: Any, key: str) -> TenantConfig:
     Raises:
         ConfigError: see :func:`object_of`.
     """
-    return object_of(TenantConfig, values, key)
+    tenant = object_of(TenantConfig, values, key)
+    _hand_over_rates(tenant)
+    return tenant
 
 
 def schema_of(config: SchemaConfig) -> TenantSchema:
@@ -659,6 +688,48 @@ def split_head(head: dict[str, Any]) -> tuple[str, dict[str, Any], dict[str, Any
     """Head YAML -> (``_target_``, class arguments, optimizer settings)."""
     arguments = {k: v for k, v in head.items() if k != "_target_" and k not in OPTIMIZER_KEYS}
     return head["_target_"], arguments, {k: head[k] for k in OPTIMIZER_KEYS if k in head}
+
+
+def optimizer_of(tenant: TenantConfig) -> dict[str, Any]:
+    """``_target_`` of a tenant's optimizer and its arguments, with ``lr`` and perhaps ``value_lr`` of the critic."""
+    if tenant.optimizer is not None:
+        return tenant.optimizer
+    settings = split_head(tenant.head)[2]
+    return {
+        "_target_": "nexus_lightning.optim.TenantAdamW",
+        "lr": float(settings["lr"]),
+        "value_lr": float(settings.get("value_lr") or settings["lr"]),
+        "betas": tuple(settings.get("betas", (0.9, 0.999))),
+        "weight_decay": float(settings.get("weight_decay", 0.0)),
+        "fused": True,
+    }
+
+
+def lr_scheduler_of(tenant: TenantConfig) -> dict[str, Any]:
+    """``_target_`` of a tenant's learning-rate schedule and its arguments, with ``total_steps`` if it takes them."""
+    node = tenant.lr_scheduler
+    if node is None:
+        settings = split_head(tenant.head)[2]
+        name = {"constant": "Constant", "cosine": "Cosine"}[settings.get("lr_schedule", "constant")]
+        node = {"_target_": f"nexus_lightning.optim.{name}", "warmup_steps": int(settings.get("warmup_steps", 0))}
+    if "total_steps" in inspect.signature(get_class(node["_target_"])).parameters:
+        return {"total_steps": total_steps(tenant), **node}
+    return node
+
+
+def total_steps(tenant: TenantConfig) -> int | None:
+    """Optimizer steps until the completion target; None without one, and in RL, where a job has as many as its rollout
+    fills."""
+    if tenant.target_jobs is None or tenant.dataset is None or tenant.task in ("rl", IDLE):
+        return None
+    return tenant.target_jobs * tenant.dataset.batches_per_job
+
+
+def _hand_over_rates(tenant: TenantConfig) -> None:
+    """What a head's file recommends goes where the tenant has an optimizer or a schedule of its own."""
+    for part, keys in RATE_KEYS.items():
+        if getattr(tenant, part) is not None and isinstance(tenant.head, dict):
+            tenant.head = {key: value for key, value in tenant.head.items() if key not in keys}
 
 
 def digest_of(value: Any) -> str:
@@ -888,6 +959,7 @@ def _tenant_problems(key: str, name: str, tenant: TenantConfig, config: NexusCon
     schema = schema_of(tenant.schema)
     problems += [f"{key}.schema.{p}" for p in schema.problems()]
     problems += _head_problems(key, tenant, backbone)
+    problems += _optimizer_problems(key, tenant)
     for field_name in ("max_in_flight",):
         if getattr(tenant, field_name) < 1:
             problems.append(f"{key}.{field_name}={getattr(tenant, field_name)}: must be at least 1")
@@ -921,34 +993,22 @@ def _head_problems(key: str, tenant: TenantConfig, backbone: Any) -> list[str]:
     if not isinstance(tenant.head, dict):
         return [f"{key}.head={tenant.head!r}: must be a mapping with `_target_`"]
     cls = check_class(tenant.head, f"{key}.head", problems, skip=OPTIMIZER_KEYS, given=HEAD_ARGUMENTS)
-    lr = tenant.head.get("lr")
-    if not isinstance(lr, int | float) or lr <= 0:
-        problems.append(f"{key}.head.lr={lr!r}: a positive learning rate is required")
     for name, least in (("value_lr", 0.0), ("weight_decay", 0.0), ("grad_clip_norm", 0.0), ("warmup_steps", 0)):
         value = tenant.head.get(name)
         if value is not None and not (isinstance(value, int | float) and value >= least):
             problems.append(f"{key}.head.{name}={value!r}: must not be negative")
-    betas = tenant.head.get("betas")
-    rates = betas if isinstance(betas, list | tuple) else ()
-    if betas is not None and (len(rates) != 2 or not all(isinstance(b, int | float) and 0 <= b < 1 for b in rates)):
-        problems.append(f"{key}.head.betas={betas!r}: two numbers from 0 to below 1, for example [0.9, 0.999]")
+    for part, keys in RATE_KEYS.items():
+        if getattr(tenant, part) is not None:
+            problems += [
+                f"{key}.head.{name}={tenant.head[name]!r}: {key}.{part} says it; set it there"
+                for name in keys
+                if name in tenant.head
+            ]
     decay = tenant.head.get("ema_decay")
     if decay is not None and not (isinstance(decay, int | float) and 0 < decay < 1):
         problems.append(f"{key}.head.ema_decay={decay!r}: must lie between 0 and 1, for example 0.999, or be null")
     if decay is not None and tenant.task == "rl":
         problems.append(f"{key}.head.ema_decay={decay}: task rl must act with the weights it trains; set it to null")
-    schedule = tenant.head.get("lr_schedule", "constant")
-    if schedule not in LR_SCHEDULES:
-        problems.append(f"{key}.head.lr_schedule={schedule}: choose one of {', '.join(LR_SCHEDULES)}")
-    if (
-        schedule == "cosine"
-        and tenant.task != IDLE
-        and (tenant.target_jobs is None or tenant.dataset is None or tenant.task == "rl")
-    ):
-        problems.append(
-            f"{key}.head.lr_schedule=cosine: needs {key}.target_jobs and jobs of a dataset, which say how many steps "
-            "there are; use constant"
-        )
     if cls is not None and tenant.task not in ("sft", IDLE) and not getattr(cls, "supports_rl", False):
         problems.append(
             f"{key}.head={cls.__name__}: has no log-probabilities and no critic, so it cannot train by {tenant.task}; "
@@ -965,6 +1025,55 @@ def _head_problems(key: str, tenant: TenantConfig, backbone: Any) -> list[str]:
     elif isinstance(cls, type) and isinstance(backbone, type) and issubclass(backbone, Backbone):
         problems += _kind_problems(key, tenant, cls, backbone)
     return problems
+
+
+def _optimizer_problems(key: str, tenant: TenantConfig) -> list[str]:
+    """Of the optimizer and the learning-rate schedule: they are built on one number, so their own words count, too."""
+    if not isinstance(tenant.head, dict):
+        return []
+    problems: list[str] = []
+    if tenant.optimizer is None:
+        lr = tenant.head.get("lr")
+        if not isinstance(lr, int | float) or lr <= 0:
+            problems.append(f"{key}.head.lr={lr!r}: a positive learning rate is required")
+        betas = tenant.head.get("betas")
+        rates = betas if isinstance(betas, list | tuple) else ()
+        if betas is not None and (len(rates) != 2 or not all(isinstance(b, int | float) and 0 <= b < 1 for b in rates)):
+            problems.append(f"{key}.head.betas={betas!r}: two numbers from 0 to below 1, for example [0.9, 0.999]")
+    else:
+        where, rates = f"{key}.optimizer", {name: tenant.optimizer.get(name) for name in ("lr", "value_lr")}
+        for name, rate in rates.items():
+            if not (isinstance(rate, int | float) and rate > 0) and not (name == "value_lr" and rate is None):
+                problems.append(f"{where}.{name}={rate!r}: a positive learning rate is required")
+        cls = check_class(tenant.optimizer, where, problems, skip=("value_lr",), given=("params",))
+        if cls is not None and not issubclass(cls, torch.optim.Optimizer):  # type: ignore[arg-type]
+            problems.append(f"{where}={cls.__name__}: is not a torch.optim.Optimizer")
+    schedule, without_end = tenant.head.get("lr_schedule", "constant"), total_steps(tenant) is None
+    needs = f"needs {key}.target_jobs and jobs of a dataset, which say how many steps there are"
+    if tenant.lr_scheduler is None:
+        if schedule not in LR_SCHEDULES:
+            problems.append(f"{key}.head.lr_schedule={schedule}: choose one of {', '.join(LR_SCHEDULES)}")
+        if schedule == "cosine" and without_end and tenant.task != IDLE:
+            problems.append(f"{key}.head.lr_schedule=cosine: {needs}; use constant")
+    else:
+        where, node = f"{key}.lr_scheduler", dict(tenant.lr_scheduler)
+        cls = check_class(node, where, [])
+        if cls is not None and "total_steps" in inspect.signature(cls).parameters and "total_steps" not in node:
+            node["total_steps"] = total_steps(tenant)
+            if without_end:
+                problems.append(f"{where}={cls.__name__}: {needs}; give total_steps, or use constant")
+        check_class(node, where, problems, given=("optimizer",))
+        if cls is not None and not issubclass(cls, LRScheduler):  # type: ignore[arg-type]
+            problems.append(f"{where}={cls.__name__}: is not a torch.optim.lr_scheduler.LRScheduler")
+        if cls is not None and issubclass(cls, ReduceLROnPlateau):  # type: ignore[arg-type]
+            problems.append(f"{where}={cls.__name__}: needs a metric at every step, which a schedule is not given")
+    if problems or (tenant.optimizer is None and tenant.lr_scheduler is None):
+        return problems
+    try:
+        make_optimizer(optimizer_of(tenant), lr_scheduler_of(tenant), [torch.nn.Parameter(torch.zeros(()))])
+    except (TypeError, ValueError, RuntimeError) as error:
+        return [f"{key}.optimizer or lr_scheduler: {type(error).__name__}: {error}"]
+    return []
 
 
 def _kind_problems(key: str, tenant: TenantConfig, head: type[ActionHead], backbone: type[Backbone]) -> list[str]:

@@ -105,6 +105,8 @@ def _tenant_reason(key: str, saved: TenantConfig) -> str | None:
         if rest not in OPTIMIZER_KEYS or rest == "kind":
             return "its weights are those of that head"
         return None if rest != "ema_decay" else "its average of the weights is one of that decay"
+    if key in ("optimizer", "optimizer._target_"):
+        return "its moments are those of that optimizer"
     if group == "schema":
         return "its weights and statistics are of that schema"
     if group == "task" or key == "algorithm" or key == "algorithm.name":

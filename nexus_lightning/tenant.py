@@ -11,6 +11,7 @@ import hashlib
 import itertools
 import math
 import threading
+import warnings
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Protocol, cast
@@ -19,13 +20,15 @@ import torch
 from hydra.utils import get_class
 from tensordict import TensorDict
 from torch import Tensor, nn
+from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from nexus_lightning.backbone import Backbone, SharedBackbone
 from nexus_lightning.checkpoint import Payload
-from nexus_lightning.config import IDLE, TenantConfig, schema_of, split_head
+from nexus_lightning.config import TenantConfig, lr_scheduler_of, optimizer_of, schema_of, split_head
 from nexus_lightning.head import ActionHead, choose_kind
 from nexus_lightning.objectives import ChunkCritic
+from nexus_lightning.optim import make_optimizer
 from nexus_lightning.placement.sharding import load_whole, shard_like, whole
 from nexus_lightning.schema import NormalizationStats, Normalizer, TenantSchema
 
@@ -59,18 +62,6 @@ class NonFiniteGradient(NonFinite):
 
 class NonFiniteWeights(NonFinite):
     """Raised before publication and before writing."""
-
-
-class TenantAdamW(torch.optim.AdamW):
-    """AdamW (Loshchilov and Hutter 2019) that asks for an accelerator only where its parameters are on one.
-
-    Before every step torch looks for a CUDA or XPU device, to warn about graph capture. On a machine without one the
-    search costs 0.6 ms, a tenth of a small head's whole step.
-    """
-
-    def _accelerator_graph_capture_health_check(self) -> None:
-        if self.param_groups[0]["params"][0].device.type != "cpu":
-            super()._accelerator_graph_capture_health_check()
 
 
 @dataclass(frozen=True)
@@ -174,7 +165,7 @@ class TenantSlot:
     rng: TenantRng
     registration_id: int = field(default_factory=lambda: next(_registrations))
     optimizer: torch.optim.Optimizer | None = None
-    scheduler: torch.optim.lr_scheduler.LambdaLR | None = None
+    scheduler: LRScheduler | None = None
     policy_version: int = 0
     jobs_completed: int = 0
     optimizer_steps: int = 0
@@ -218,48 +209,29 @@ class TenantSlot:
         self.build_optimizer()
 
     def build_optimizer(self) -> None:
-        """AdamW over exactly this tenant's parameters, and its schedule (bound here, never by ``requires_grad``)."""
-        _, _, settings = split_head(self.spec.config.head)
-        lr = float(settings["lr"])
+        """An optimizer over exactly this tenant's parameters (bound here, never by ``requires_grad``), its schedule."""
         critic = [p for n, p in self.head.named_parameters() if n.startswith("value_head.")]
         if self.critic is not None:
             critic += self.critic.networks.parameters()
         policy = [p for n, p in self.head.named_parameters() if not n.startswith("value_head.")]
-        groups = [{"params": policy, "lr": lr}]
-        if critic:
-            groups.append({"params": critic, "lr": float(settings.get("value_lr") or lr)})
-        self.optimizer = TenantAdamW(
-            groups,
-            betas=tuple(settings.get("betas", (0.9, 0.999))),
-            weight_decay=float(settings.get("weight_decay", 0.0)),
-            fused=True,
-        )
-        self.scheduler = torch.optim.lr_scheduler.LambdaLR(self.optimizer, self._lr_factor(settings))
-
-    def _lr_factor(self, settings: dict[str, Any]):
-        warmup = int(settings.get("warmup_steps", 0))
-        total = self.total_steps
-        # without a workload there is no end to fall towards: low-level calls give their own rates
-        cosine = settings.get("lr_schedule", "constant") == "cosine" and self.spec.config.task != IDLE
-        assert not cosine or total is not None, "validated with the config"
-
-        def factor(step: int) -> float:
-            if step < warmup:
-                return (step + 1) / (warmup + 1)
-            if not cosine:
-                return 1.0
-            progress = (step - warmup) / max(1, (total or 1) - warmup)
-            return 0.5 * (1 + math.cos(math.pi * min(1.0, progress)))
-
-        return factor
-
-    @property
-    def total_steps(self) -> int | None:
-        """Optimizer steps until the completion target (not in RL, where a job has as many as its rollout fills)."""
         config = self.spec.config
-        if config.target_jobs is None or config.dataset is None or config.task == "rl":
-            return None
-        return config.target_jobs * config.dataset.batches_per_job
+        self.optimizer, self.scheduler = make_optimizer(optimizer_of(config), lr_scheduler_of(config), policy, critic)
+
+    def _fast_forward(self, steps: int) -> None:
+        """The schedule of a fresh optimizer at the steps that are done.
+
+        Raises:
+            ValueError: it has an end, before them.
+        """
+        assert self.scheduler is not None
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="Detected call of `lr_scheduler.step", category=UserWarning)
+            for _ in range(steps):
+                try:
+                    self.scheduler.step()
+                except ValueError as error:
+                    where = f"tenant {self.name!r}: {steps} optimizer steps are done"
+                    raise ValueError(f"{where}, its lr_scheduler ends before that: {error}") from error
 
     @property
     def grad_clip_norm(self) -> float | None:
@@ -338,18 +310,26 @@ class TenantSlot:
     def state(self) -> dict[str, Any]:
         """JSON-able counters and schedule."""
         assert self.scheduler is not None
+        schedule: dict[str, Any] = {"last_epoch": self.scheduler.last_epoch}  # others follow from it, see load_state
+        if isinstance(self.scheduler, LambdaLR):
+            schedule = {k: v for k, v in self.scheduler.state_dict().items() if k != "lr_lambdas"}
         return {
-            "lr_scheduler": {k: v for k, v in self.scheduler.state_dict().items() if k != "lr_lambdas"},
+            "lr_scheduler": schedule,
             **{name: getattr(self, name) for name in COUNTERS},
         }
 
     def load_state(self, state: dict[str, Any], optimizer: dict[str, Any], rng: Tensor) -> None:
         assert self.optimizer is not None and self.scheduler is not None
+        schedule = state["lr_scheduler"]
+        if isinstance(self.scheduler, LambdaLR):
+            self.scheduler.load_state_dict({**schedule, "lr_lambdas": [None] * len(self.scheduler.lr_lambdas)})
+        else:
+            self._fast_forward(schedule["last_epoch"] - self.scheduler.last_epoch)
         self.optimizer.load_state_dict(optimizer)
         if self.replica is not None:
             for p, moments in self.optimizer.state.items():
-                moments |= {k: shard_like(v, p) for k, v in moments.items() if v.shape == p.shape}
-        self.scheduler.load_state_dict({**state["lr_scheduler"], "lr_lambdas": [None] * len(self.scheduler.lr_lambdas)})
+                tensors = {k: v for k, v in moments.items() if isinstance(v, Tensor)}
+                moments |= {k: shard_like(v, p) for k, v in tensors.items() if v.shape == p.shape}
         self.rng.state = rng
         for name in COUNTERS:
             setattr(self, name, state[name])
@@ -374,19 +354,14 @@ class TenantSlot:
         step on, the schedule at the steps that are done. Unchanged ones leave every bit as it was.
 
         Raises:
-            ValueError: see :meth:`restore`.
+            ValueError: see :meth:`restore`; or the schedule ends before the steps that are done.
         """
         self.restore(payload)
-        assert self.optimizer is not None and self.scheduler is not None
-        moments, schedule = self.optimizer.state, self.scheduler.state_dict()
+        assert self.optimizer is not None
+        moments = self.optimizer.state
         self.build_optimizer()
         self.optimizer.state = moments
-        base, steps = self.scheduler.base_lrs, schedule["last_epoch"]
-        rates = [lr * factor(steps) for lr, factor in zip(base, self.scheduler.lr_lambdas, strict=True)]
-        for group, lr in zip(self.optimizer.param_groups, rates, strict=True):
-            group["lr"] = lr
-        unpickled = [None] * len(rates)
-        self.scheduler.load_state_dict({**schedule, "base_lrs": base, "_last_lr": rates, "lr_lambdas": unpickled})
+        self._fast_forward(payload.state["lr_scheduler"]["last_epoch"])
 
     def manifest(self, backbone: dict[str, Any], backbone_fingerprint: str) -> dict[str, Any]:
         """What a payload says about itself: enough to serve, evaluate and refuse it without the run."""

@@ -13,7 +13,7 @@ from torchrl.collectors import Collector
 from torchrl.modules.inference_server import InferenceServer, ThreadingTransport
 from torchrl.objectives import ClipPPOLoss, PPOLoss
 
-from nexus_lightning.tenant import TenantAdamW
+from nexus_lightning.optim import TenantAdamW
 
 
 def test_the_fit_loop_still_decides_by_done_and_owns_an_epoch_loop():

@@ -2,27 +2,46 @@
 
 from __future__ import annotations
 
+import copy
 import csv
+import importlib
 import importlib.util
 import json
 import re
 import shlex
+import shutil
 import sys
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 import yaml
 from conftest import ROOT
+from fakes import FakeBackbone
 from hydra.utils import get_class
+from test_cli import FAST
+from test_cli import run as run_process
 
 from nexus_lightning import trainer
-from nexus_lightning.config import ConfigError, NexusConfig, compose_config, composition_error, validate
+from nexus_lightning.checkpoint import Payload, read_payload, resolve_payload
+from nexus_lightning.config import (
+    ConfigError,
+    NexusConfig,
+    compose_config,
+    composition_error,
+    lr_scheduler_of,
+    optimizer_of,
+    tenant_from_dict,
+    validate,
+)
 from nexus_lightning.monitoring.loggers import CSV, build
 from nexus_lightning.queues.jobs import JobState, Scheduler
+from nexus_lightning.tenant import TenantSlot, TenantSpec, build_slot
 
-PAGES = ("logger", "callback", "scheduler_policy")
+PAGES = ("logger", "callback", "scheduler_policy", "optimizer")
 FAKE = {"_target_": "fakes.FakeBackbone"}
 
 
@@ -132,6 +151,44 @@ def test_a_scheduler_policy(run, mine):
     ]
 
 
+def test_an_optimizer_and_a_schedule(run):
+    payload = read_payload(resolve_payload(run[0] / "tenants" / "toy"))
+    assert payload.optimizer["state"] and all(set(kept) == {"average"} for kept in payload.optimizer["state"].values())
+    steps = payload.state["optimizer_steps"]
+    factor = (10 / (steps + 1)) ** 0.5
+    rates = [group["lr"] for group in payload.optimizer["param_groups"]]
+    assert steps > 10 and rates == pytest.approx([1e-4 * factor, 3e-4 * factor]), "the critic's is the second"
+    head = yaml.safe_load((run[0] / "config.yaml").read_text())["tenants"]["toy"]["head"]
+    assert "grad_clip_norm" in head and not {"lr", "value_lr", "betas", "lr_schedule", "warmup_steps"} & head.keys()
+
+
+def test_a_run_goes_on_with_its_optimizer_and_follows_changed_arguments(run, mine, tmp_path, monkeypatch):
+    """Its rate and schedule may change, it itself not; nothing is written when that is refused."""
+    old = shutil.copytree(run[0], tmp_path / "run")
+    monkeypatch.setattr(trainer, "write_report", lambda run_dir: None)
+    here = ["+tenants=[toy]", f"ckpt_path={old}", "tenants.toy.target_jobs=3", "tenants.toy.eval.episodes=0"]
+    own = [word for word in command("optimizer") if "=" in word and not word.startswith("+tenants")]
+
+    def resumed(*arguments: str) -> dict:
+        config = composed(mine, *here, *arguments, "--config-dir", "mine")
+        config.backbone = dict(FAKE)
+        return trainer.train(config)
+
+    before = read_payload(resolve_payload(old / "tenants" / "toy"))
+    with pytest.raises(
+        ConfigError, match=r"tenants\.toy\.optimizer\._target_=.*its moments are those of that optimizer"
+    ):
+        resumed("+optimizer@tenants.toy.optimizer=sgd", *own[1:])
+    with pytest.raises(ConfigError, match="its moments are those of that optimizer"):
+        resumed()
+    constant = "+lr_scheduler@tenants.toy.lr_scheduler=constant"
+    summary = resumed(own[0], "tenants.toy.optimizer.lr=1e-30", "tenants.toy.optimizer.value_lr=1e-30", constant)
+    assert summary["tenants"]["toy"]["jobs_completed"] == 3
+    after = read_payload(resolve_payload(old / "tenants" / "toy"))
+    assert [group["lr"] for group in after.optimizer["param_groups"]] == [1e-30, 1e-30]
+    assert all(torch.equal(value, before.tensors[name]) for name, value in after.tensors.items()), "with that rate"
+
+
 # ---------------------------------------------------------------------------------------- loggers, callbacks, profilers
 
 
@@ -219,3 +276,172 @@ def test_the_pages_name_what_there_is():
     for group, name in (("logger", "logger"), ("callbacks", "callback"), ("profiler", "callback")):
         for file in (ROOT / "conf" / group).glob("*.yaml"):
             assert file.stem in page(name), f"docs/howto/{name}.md does not tell of {group}={file.stem}"
+
+
+# ------------------------------------------------------------------------------------------ optimizers and schedules
+
+
+@pytest.mark.parametrize("optimizer", sorted(file.stem for file in (ROOT / "conf" / "optimizer").glob("*.yaml")))
+@pytest.mark.parametrize("schedule", sorted(file.stem for file in (ROOT / "conf" / "lr_scheduler").glob("*.yaml")))
+def test_a_slot_goes_on_to_the_bit_with_every_shipped_optimizer_and_schedule(compose, optimizer, schedule):
+    for group, name in (("optimizer", optimizer), ("lr_scheduler", schedule)):
+        assert f"`{name}`" in page("optimizer") or f"={name}`" in page("optimizer"), f"the page tells of {group}={name}"
+    words = [
+        f"+optimizer@tenants.toy_sft.optimizer={optimizer}",
+        f"+lr_scheduler@tenants.toy_sft.lr_scheduler={schedule}",
+    ]
+    if schedule == "step":
+        words += ["tenants.toy_sft.lr_scheduler.step_size=3"]
+    config = compose("+tenants=[toy_sft]", *words)
+    validate(config)
+    spec = TenantSpec.compile("toy_sft", config.tenants["toy_sft"], 0)
+
+    def fresh() -> TenantSlot:
+        slot = build_slot(spec, FakeBackbone())
+        slot.build_optimizer()
+        return slot
+
+    def step(slot: TenantSlot, count: int) -> None:
+        for index in range(count):
+            for p in slot.head.parameters():
+                p.grad = torch.full_like(p, 0.1 * (index + 1))
+            assert slot.optimizer is not None and slot.scheduler is not None
+            slot.optimizer.step()
+            slot.scheduler.step()
+
+    unbroken, first = fresh(), fresh()
+    step(unbroken, 5)
+    step(unbroken, 5)
+    step(first, 5)
+    saved = json.loads(json.dumps(first.state()))
+    payload = Payload(first.tensors(), first.optimizer_state(), saved, first.manifest({}, ""), Path(), first.rng.state)
+    for go_on in (TenantSlot.restore, TenantSlot.resume):
+        slot = fresh()
+        go_on(slot, copy.deepcopy(payload))
+        step(slot, 5)
+        assert all(torch.equal(value, unbroken.tensors()[name]) for name, value in slot.tensors().items())
+        assert slot.optimizer is not None and unbroken.optimizer is not None
+        assert slot.optimizer.param_groups[0]["lr"] == unbroken.optimizer.param_groups[0]["lr"]
+        assert slot.state() == unbroken.state()
+
+
+def test_the_shipped_adamw_is_what_a_tenant_has_by_the_keys_of_its_head(compose):
+    words = ["+optimizer@tenants.toy_sft.optimizer=adamw", "+lr_scheduler@tenants.toy_sft.lr_scheduler=cosine"]
+    by_head, by_file = (compose("+tenants=[toy_sft]", *more).tenants["toy_sft"] for more in ([], words))
+    assert optimizer_of(by_file) | {"value_lr": 1e-3, "betas": (0.9, 0.999)} == optimizer_of(by_head)
+    assert lr_scheduler_of(by_file) == lr_scheduler_of(by_head)
+    assert lr_scheduler_of(by_head)["total_steps"] == 20 * 4
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["tenants.toy_sft.head.lr=0.1"], "tenants.toy_sft.head.lr=0.1: .*; write tenants.toy_sft.optimizer.lr=0.1"),
+        (["tenants.toy_sft.head=flow_matching", "tenants.toy_sft.head.betas=[0,0]"], "write .*optimizer.betas=.0,0"),
+        (
+            ["+lr_scheduler@tenants.toy_sft.lr_scheduler=cosine", "tenants.toy_sft.head.lr_schedule=constant"],
+            "head.lr_schedule=constant: .*; choose another file by .lr_scheduler@tenants.toy_sft.lr_scheduler=",
+        ),
+        (["tenants.toy_sft.optimizer.momentum=-1"], "ValueError: Invalid momentum value: -1"),
+        (["tenants.toy_sft.optimizer.lr=null"], "tenants.toy_sft.optimizer.lr=None: a positive learning rate is requ"),
+        (["tenants.toy_sft.optimizer.value_lr=-1"], "tenants.toy_sft.optimizer.value_lr=-1: a positive learning rate"),
+        (["+tenants.toy_sft.optimizer.betas=[0,0]"], "optimizer.betas=.0, 0.: SGD has no such key"),
+        (["tenants.toy_sft.optimizer._target_=torch.nn.Identity"], "Identity: is not a torch.optim.Optimizer"),
+        (
+            ["+tenants=[toy_sft,toy]", "+lr_scheduler@tenants.toy.lr_scheduler=one_cycle"],
+            "tenants.toy.lr_scheduler=OneCycleLR: needs tenants.toy.target_jobs and jobs of a dataset",
+        ),
+        (
+            [
+                "+lr_scheduler@tenants.toy_sft.lr_scheduler=constant",
+                "tenants.toy_sft.lr_scheduler._target_=torch.optim.lr_scheduler.ReduceLROnPlateau",
+                "~tenants.toy_sft.lr_scheduler.warmup_steps",
+            ],
+            "ReduceLROnPlateau: needs a metric at every step",
+        ),
+    ],
+)
+def test_a_wrong_optimizer_or_schedule_is_told_before_anything_is_built(compose, arguments, expected):
+    tenants = [] if arguments[0].startswith("+tenants=") else ["+tenants=[toy_sft]"]
+    with pytest.raises(ConfigError) as error:
+        validate(compose(*tenants, "+optimizer@tenants.toy_sft.optimizer=sgd", *arguments))
+    assert len(error.value.problems) == 1 and re.search(expected, error.value.problems[0]), error.value
+
+
+def test_rates_stand_in_one_place(compose):
+    tenant = compose("+tenants=[toy_sft]").tenants["toy_sft"]
+    config = compose("+tenants=[toy_sft]")
+    config.tenants["toy_sft"].optimizer = {"_target_": "torch.optim.SGD", "lr": 0.1}
+    with pytest.raises(ConfigError, match=r"tenants\.toy_sft\.head\.lr=0\.001: .*optimizer says it"):
+        validate(config)
+    recipe = tenant_from_dict({**asdict(tenant), "optimizer": {"_target_": "torch.optim.SGD", "lr": 0.1}}, "recipe")
+    assert "lr" not in recipe.head and "lr_schedule" in recipe.head, "what a recipe's head file recommends"
+
+
+# ----------------------------------------------------------------------------------- a folder with files of every kind
+
+
+@pytest.fixture(scope="module")
+def theirs(tmp_path_factory) -> Path:
+    """A head, a tenant that has it, and a logger; the head's class is one of the tests'."""
+    folder = tmp_path_factory.mktemp("their conf,")  # as folders are named that nobody has thought of
+    texts = {
+        "head/linear.yaml": "_target_: example_head.LinearChunkHead\nlr: 0.02\nlr_schedule: constant\n",
+        "tenant/robo.yaml": "defaults: [/tenant/toy_sft@_here_, _self_]\nhead: {_new_: {name: linear}}\n",
+        "tenants/robo.yaml": "defaults: [/tenant@robo: robo, _self_]\n",
+        "logger/twice.yaml": (
+            "defaults: [csv, _self_]\nagain: {_target_: lightning.pytorch.loggers.CSVLogger, save_dir: x}\n"
+        ),
+    }
+    for name, text in texts.items():
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_text(text)
+    return folder
+
+
+def test_a_run_takes_heads_tenants_and_loggers_from_a_folder(theirs, tmp_path):
+    """train.py as it is called: an unknown head is told with the folder's own among the choices."""
+    own = [
+        f"--config-dir={theirs}",
+        "+tenants=[robo]",
+        f"output_dir={tmp_path}",
+        f"data_dir={tmp_path}",
+        "logger=twice",
+    ]
+    done = run_process("train.py", *own, "tenants.robo.head=linar", *FAST)
+    assert done.returncode == 2 and "head=linar: no such head; did you mean linear?" in done.stderr
+    config = compose_config(ROOT / "conf", own)
+    validate(config)
+    assert list(config.logger) == ["csv", "again"] and config.tenants["robo"].head["lr"] == 0.02
+    assert config.tenants["robo"].dataset is not None and config.tenants["robo"].dataset.batch_size == 32, "toy_sft's"
+
+
+def test_every_other_program_takes_the_folder(theirs, tmp_path, monkeypatch, capsys):
+    def script(name: str) -> Any:
+        spec = importlib.util.spec_from_file_location(f"script_{name}", ROOT / "scripts" / f"{name}.py")
+        assert spec is not None and spec.loader is not None
+        monkeypatch.setitem(sys.modules, spec.name, module := importlib.util.module_from_spec(spec))
+        spec.loader.exec_module(module)
+        return module
+
+    models = script("models")
+    flags = ["--config-dir", str(theirs)]
+    (episode,) = script("play").main([*flags, "tenant=robo", "actions=zero"])
+    assert episode["episode_length"] == 12
+    script("collect_demos").main(["tenant=robo", f"root={tmp_path}/demos", "episodes=2", *flags])
+    assert json.loads((tmp_path / "demos" / "meta" / "info.json").read_text())["total_episodes"] == 2
+    assert models.main(["estimate", "+tenants=[robo]", "backbone=tiny", *flags]) == 0
+    monkeypatch.setattr(sys, "argv", ["plan.py", "+tenants=[robo]", "backbone=tiny", *flags])
+    assert script("plan").main() == 0
+    assert capsys.readouterr().out.count("robo") >= 2
+    with pytest.raises(SystemExit):
+        models.main(["list", *flags])
+    assert "list looks into conf/ alone" in capsys.readouterr().err
+    head = "+head@registry.heads.linear.config=linear"
+    done = run_process("scripts/serve.py", f"--config-dir={theirs}", head, "--cfg", "job")
+    assert "example_head.LinearChunkHead" in done.stdout, done.stderr
+
+
+def test_a_folder_that_is_not_there_is_told():
+    with pytest.raises(ConfigError, match="--config-dir=nowhere: there is no such folder"):
+        compose_config(ROOT / "conf", ["+tenants=[toy]", "--config-dir", "nowhere"])

@@ -406,7 +406,8 @@ def _value_problem(value: Any, default: Any, most: float | None, choices: list[A
 
 def _kept(config: TenantConfig) -> dict[str, Any]:
     """What a workload takes over from the tenant, as plain values."""
-    names = ("task", "target_jobs", "head", "priority", "weight", "max_in_flight", "max_policy_staleness", "seed")
+    names = ("task", "target_jobs", "head", "optimizer", "lr_scheduler")
+    names += ("priority", "weight", "max_in_flight", "max_policy_staleness", "seed")
     schema = OmegaConf.to_container(OmegaConf.structured(config.schema))
     return {"schema": schema, **{name: copy.deepcopy(getattr(config, name)) for name in names}}
 
