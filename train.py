@@ -11,6 +11,7 @@ from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 
 from nexus_lightning.config import ConfigError, head_overrides, register_configs, to_config
+from nexus_lightning.monitoring.lines import disk_refuses
 
 register_configs()
 
@@ -43,6 +44,11 @@ def main(cfg: DictConfig) -> float | None:
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         raise SystemExit(2) from None
+    except OSError as error:
+        if not disk_refuses(error):
+            raise
+        print(f"error: {error}; make room, then ckpt_path=last goes on from what was saved", file=sys.stderr)
+        raise SystemExit(1) from None
     if config.trainer.dry_run or os.environ.get("RANK", "0") != "0":
         return None  # rank 0 speaks for all
     failed = {name: t["quarantined"] for name, t in summary["tenants"].items() if t["quarantined"]}

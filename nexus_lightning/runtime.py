@@ -11,6 +11,7 @@ import traceback
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable
 from concurrent.futures import Future
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -18,7 +19,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from tensordict import TensorDict
 
 from nexus_lightning.backbone import Backbone
-from nexus_lightning.checkpoint import Payload, write_payload
+from nexus_lightning.checkpoint import Payload, PayloadError, write_payload
 from nexus_lightning.config import ConfigError, NexusConfig, TenantConfig, dataset_root
 from nexus_lightning.environment import SimulatorEnv, make_env
 from nexus_lightning.features.reuse import PassCounter, ReusePlan, plan_reuse
@@ -63,8 +64,20 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
+#: First and longest pause before a resident run tries again to write a payload that the disk has refused.
+SAVE_AGAIN_S, SAVE_AGAIN_MOST_S = 2.0, 20.0
+
 #: Columns of what was observed, by whether the partition holds features.
 OBSERVED = {True: ("features", "state"), False: ("observation", "language_instruction")}
+
+
+@dataclass
+class Unsaved:
+    """A payload that could not be written yet: why, and when (monotonic seconds) it is tried again."""
+
+    problem: str
+    tries: int = 0
+    retry_at_s: float = 0.0
 
 
 class Runtime:
@@ -149,6 +162,7 @@ class Runtime:
         self.deadline_s: float | None = None
         self._saved: dict[str, str] = {}  # tenant -> payload folder, relative to the run folder
         self._saved_versions: dict[str, int] = {}
+        self.unsaved: dict[str, Unsaved] = {}  # of a resident run: tenant -> its payload that the disk has refused
         self._restored_scheduler: dict[str, Any] | None = None
         self._metrics_lock = threading.Lock()
         # several ranks: what waits for the next tick
@@ -647,15 +661,24 @@ class Runtime:
         self.status.tenants[tenant].state = "quarantined"
         self.events.point("quarantine", tenant, reason=reason)
         if self.ranks.first:
-            (self.run_dir / "errors").mkdir(exist_ok=True)
-            (self.run_dir / "errors" / f"{tenant}.txt").write_text(details or reason)
-            log.error("tenant %s is quarantined: %s (traceback in errors/%s.txt)", tenant, reason, tenant)
+            where = self._keep_details(tenant, details or reason)
+            log.error("tenant %s is quarantined: %s (%s)", tenant, reason, where)
         for producer in self.producers:
             if producer.tenant == tenant:
                 producer.stop()
         if self.scheduler.registered(tenant):  # not of a tenant that is leaving
             self.scheduler.fail_all(tenant, reason)
         self.on_workload(tenant)
+
+    def _keep_details(self, tenant: str, details: str) -> str:
+        """Write them to the run folder; what the log says of that. A full disk must not keep a tenant in the run."""
+        path = self.run_dir / "errors" / f"{tenant}.txt"
+        try:
+            path.parent.mkdir(exist_ok=True)
+            path.write_text(details)
+        except OSError as error:
+            return f"errors/{tenant}.txt cannot be written: {error.strerror}\n{details}"
+        return f"traceback in errors/{tenant}.txt"
 
     def log(self, tenant: str, group: str, metrics: dict[str, float]) -> None:
         """``<group>/<tenant>/<metric>`` at the current job index, with the wall time."""
@@ -729,7 +752,7 @@ class Runtime:
         for partition in self.queue.partitions(name):
             self.queue.clear(partition)
         tables = (self.status.tenants, self.passes, self.shares, self._saved, self._saved_versions, self.ended_jobs)
-        for table in tables:
+        for table in (*tables, self.unsaved):
             table.pop(name, None)
         self.resting.discard(name)
         self.events.point("leave", name)
@@ -833,8 +856,7 @@ class Runtime:
         slot.ended = True
         slot.head.zero_grad()
         self.status.tenants[name].state = "idle" if slot.quarantined is None else "failed"
-        if slot.quarantined is None:
-            self.save_payload(slot)
+        self._save_or_owe(slot)
 
     def _drop_data(self, name: str) -> None:
         for table in (self.evaluators, self.readers, self.demonstrations, self.datasets, self.reuse):
@@ -890,15 +912,43 @@ class Runtime:
     def save_payloads(self) -> None:
         """Write every tenant whose version is not on disk yet. A quarantined tenant keeps what it had."""
         for name, slot in self.slots.items():
-            if slot.quarantined is None and self._saved_versions.get(name) != slot.policy_version:
-                self.save_payload(slot)
+            if self._saved_versions.get(name) != slot.policy_version:
+                self._save_or_owe(slot)
+
+    def save_unsaved(self) -> None:
+        """Write again what the disk has refused, where its pause is over."""
+        for name in list(self.unsaved):
+            self._save_or_owe(self.slots[name])
+
+    def _save_or_owe(self, slot: TenantSlot) -> None:
+        """:meth:`save_payload`. In a resident run one that cannot be written stays due, and the run goes on."""
+        owed, name = self.unsaved.get(slot.name), slot.name
+        if slot.quarantined is not None or (
+            owed is not None and time.monotonic() < owed.retry_at_s and not self.must_stop()
+        ):
+            return
+        try:
+            self.save_payload(slot)
+        except (OSError, PayloadError) as error:
+            if not self.resident:
+                raise
+            if owed is None:
+                owed = self.unsaved[name] = Unsaved(str(error))
+                log.error("%s; it is tried again until it is written", error)
+            pause_s = min(SAVE_AGAIN_S * 2**owed.tries, SAVE_AGAIN_MOST_S)
+            owed.problem, owed.tries, owed.retry_at_s = str(error), owed.tries + 1, time.monotonic() + pause_s
 
     def save_payload(self, slot: TenantSlot) -> Path | None:
-        """Write one tenant as it is now. Returns its folder; None on all ranks but the first."""
+        """Write one tenant as it is now. Returns its folder; None on all ranks but the first.
+
+        Raises:
+            OSError: of :func:`~nexus_lightning.checkpoint.write_payload`; the version still counts as not saved.
+        """
         name = slot.name
         tensors, optimizer = slot.tensors(), slot.optimizer_state()  # sharded ones are gathered: on every rank
-        self._saved_versions[name], pinned = slot.policy_version, self._saved_versions.get(name)
+        pinned = self._saved_versions.get(name)
         if not self.ranks.first:
+            self._saved_versions[name] = slot.policy_version
             return None
         path = write_payload(
             self.run_dir / "tenants",
@@ -913,7 +963,9 @@ class Runtime:
             pinned=[] if pinned is None else [pinned],
             extra=self._processor_files(slot),
         )
-        self._saved[name] = str(path.relative_to(self.run_dir))
+        self._saved[name], self._saved_versions[name] = str(path.relative_to(self.run_dir)), slot.policy_version
+        if self.unsaved.pop(name, None) is not None:
+            log.warning("tenant %s: its payload is written now: %s", name, path.name)
         return path
 
     def _processor_files(self, slot: TenantSlot) -> dict[str, bytes]:

@@ -81,6 +81,12 @@ class TenantCheckpoint(Callback):
     """Payloads first, then ``checkpoints/last.ckpt`` that names them: every n completed jobs and at the end.
 
     Lightning's own triggers count optimizer steps of all tenants together and can miss (see its ``global_step``).
+
+    On a full disk a run of ``train.py`` ends with the error of :func:`~nexus_lightning.checkpoint.write_payload`, which
+    names tenant, folder and what stays in force. Nothing that was stored is lost and nothing is left half written:
+    ``last.ckpt`` is replaced as a whole, and the payloads that it names are kept until a later one is complete; with
+    room again ``ckpt_path=last`` goes on from there. A resident run trains on and owes the payload
+    (:attr:`Runtime.unsaved <nexus_lightning.runtime.Runtime.unsaved>`).
     """
 
     def __init__(self, runtime: Runtime) -> None:
@@ -100,11 +106,15 @@ class TenantCheckpoint(Callback):
             return
         path = self.runtime.run_dir / LAST_CHECKPOINT
         temporary = path.with_suffix(".tmp")
-        trainer.save_checkpoint(temporary)
-        if self.runtime.ranks.first:
-            with temporary.open("rb") as file:
-                os.fsync(file.fileno())
-            temporary.replace(path)
+        try:
+            trainer.save_checkpoint(temporary)
+            if self.runtime.ranks.first:
+                with temporary.open("rb") as file:
+                    os.fsync(file.fileno())
+                temporary.replace(path)
+        except OSError:
+            temporary.unlink(missing_ok=True)
+            raise
 
 
 class _RuntimeLifecycle(Callback):
@@ -218,6 +228,7 @@ def train(
 
     Raises:
         ConfigError: anything wrong with the configuration, before anything is built; on every rank alike.
+        OSError: the disk is full; what is in force then is said at :class:`TenantCheckpoint`.
     """
     if config.trainer.dry_run:
         if problems := config_problems(config):

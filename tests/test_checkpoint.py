@@ -213,7 +213,7 @@ def test_a_damaged_version_names_the_newest_intact_one_which_can_be_read_instead
         with pytest.raises(DamagedPayload, match="newest intact version beside it is v00000002"):
             resolve_payload(path)
     (folder / "latest").write_text("")  # what a power cut may leave of it
-    with pytest.raises(DamagedPayload, match="not a version folder.*newest intact version beside it is v00000002"):
+    with pytest.raises(DamagedPayload, match=r"not a version folder.*newest intact version beside it is v00000002"):
         read_payload(folder)
     assert read_newest(folder)[0].version == 2
     save(tmp_path, 5)

@@ -58,7 +58,7 @@ MAX_AHEAD = 10_000
 #: How long stopping a long request waits for the master to have taken it.
 TAKEN_TIMEOUT_S = 60.0
 #: First and longest pause before an end that could not be committed is tried again.
-FIRST_RETRY_S, LONGEST_RETRY_S = 0.5, 30.0
+FIRST_RETRY_S, LONGEST_RETRY_S = 0.5, 10.0
 
 
 @dataclass(frozen=True)
