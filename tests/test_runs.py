@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import multiprocessing
 import os
@@ -87,6 +88,34 @@ def test_alone_equals_beside_a_tenant_whose_loss_is_nan(toy):
     assert a["tenants"]["toy_sft"]["quarantined"] is None and a["tenants"]["toy_sft"]["jobs_completed"] == 6
     assert state_of(a["run_dir"], "toy_sft") == state_of(b["run_dir"], "toy_sft")
     assert "NonFiniteLoss" in (Path(a["run_dir"]) / "errors" / "broken.txt").read_text()
+
+
+def test_a_full_disk_ends_a_run_with_its_name_and_what_was_saved_goes_on(toy, monkeypatch):
+    whole = train(toy("+tenants=[toy_sft]"))
+    config, write_file, complete = (
+        toy("+tenants=[toy_sft]", "trainer.checkpoint_every_n_jobs=2"),
+        checkpoint._write_file,
+        [],
+    )
+
+    def write(path, data):
+        if complete:
+            path.write_bytes(data[:10])
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        write_file(path, data)
+        complete.extend([path] if path.name.endswith("latest") else [])
+
+    monkeypatch.setattr(checkpoint, "_write_file", write)
+    with pytest.raises(
+        OSError, match=r"'toy_sft' version 4 was not saved to .*No space left on device; v00000002 stays"
+    ):
+        train(config)
+    monkeypatch.undo()
+    run_dir = (Path(config.output_dir) / "latest").resolve()
+    left = sorted(path.name for path in (run_dir / "tenants" / "toy_sft").iterdir())
+    assert left == ["latest", "v00000002"] and [p.name for p in (run_dir / "checkpoints").iterdir()] == ["last.ckpt"]
+    resumed = train(toy("+tenants=[toy_sft]", f"ckpt_path={run_dir}"))
+    assert resumed["run_dir"] == str(run_dir) and state_of(run_dir, "toy_sft") == state_of(whole["run_dir"], "toy_sft")
 
 
 def test_an_averaged_head_is_what_is_served_and_it_resumes(toy):

@@ -222,10 +222,13 @@ def test_an_operator_stops_and_deletes_what_others_own_by_name_or_id(server, cap
 
     monkeypatch.setenv("NEXUS_URL", server.url)
     monkeypatch.setenv("NEXUS_TOKEN", server.served.tokens["root"])
-    for verb in ("pause", "resume", "cancel", "delete"):
+    for verb in ("pause", "resume", "cancel"):
         assert main([verb, "of-bob"]) == 0, capsys.readouterr().err
     with pytest.raises(FutureCancelled, match="cancelled by the operator root"):
         works[only].result()
+    assert main(["delete", "of-bob"]) == 0
+    done = [verb for verb, tenant_id, *_ in server.served.master.calls if tenant_id == only.tenant_id]
+    assert done == ["submit", "pause", "resume", "cancel", "delete"]
     assert main(["list"]) == 0
     listed = capsys.readouterr().out.splitlines()[-2:]
     assert listed[0].split()[:2] == ["name", "owner"] and listed[1].split()[:2] == ["shared-name", "bob"]
