@@ -275,7 +275,7 @@ class _Routes:
 
         @app.get(
             "/readyz",
-            summary="A request would go through: asks the master's loop and writes to the store.",
+            summary="A request would go through: asks the loop, writes to the store; no write fails.",
             response_class=Response,
             responses={503: {"model": bodies.ErrorAnswer, "description": "not yet, or no longer"}},
         )

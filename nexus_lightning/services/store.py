@@ -2,7 +2,7 @@
 
 ::
 
-    <run>/services/
+    <run>/services/              mode 0700
         services.sqlite          the tables below, write-ahead log
         results/<future_id>      body of a result that carries arrays, written before its row says "completed"
         operator_token           mode 0600, written at the first start
