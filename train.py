@@ -17,6 +17,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from nexus_lightning.config import ConfigError, composition_error, head_overrides, register_configs, to_config
+from nexus_lightning.monitoring.lines import disk_refuses
 
 CONF = Path(__file__).parent / "conf"
 #: Overrides of the trials of a multirun that were refused, ended in quarantine or broke off, in this process.
@@ -52,6 +53,9 @@ def main(cfg: DictConfig) -> float | None:
         failure, code = f"error: {error}", 2
     except Quarantined as error:
         failure, code = str(error), 1
+    except OSError as error:
+        full = f"error: {error}; make room, then ckpt_path=last goes on from what was saved"
+        failure, code = full if disk_refuses(error) else traceback.format_exc(), 1
     except Exception:
         failure, code = traceback.format_exc(), 1
     print(failure, file=sys.stderr, flush=True)

@@ -149,6 +149,7 @@ def train(
 
     Raises:
         ConfigError: anything wrong with the configuration, before anything is built; on every rank alike.
+        OSError: the disk is full; what is in force then is said at :class:`TenantCheckpoint`.
     """
     if config.trainer.dry_run:
         if problems := config_problems(config):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import multiprocessing
 import os
@@ -239,6 +240,34 @@ def test_a_simulator_that_breaks_its_contract_costs_its_own_tenant_only(toy):
         assert reason in (Path(summary["run_dir"]) / "errors" / f"{name}.txt").read_text()
     assert tenants["watched"]["jobs_completed"] == 6, "it was evaluated after its training"
     assert tenants["recorded"]["jobs_completed"] == 0
+
+
+def test_a_full_disk_ends_a_run_with_its_name_and_what_was_saved_goes_on(toy, monkeypatch):
+    whole = train(toy("+tenants=[toy_sft]"))
+    config, write_file, complete = (
+        toy("+tenants=[toy_sft]", "trainer.checkpoint_every_n_jobs=2"),
+        checkpoint._write_file,
+        [],
+    )
+
+    def write(path, data):
+        if complete:
+            path.write_bytes(data[:10])
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        write_file(path, data)
+        complete.extend([path] if path.name.endswith("latest") else [])
+
+    monkeypatch.setattr(checkpoint, "_write_file", write)
+    with pytest.raises(
+        OSError, match=r"'toy_sft' version 4 was not saved to .*No space left on device; v00000002 stays"
+    ):
+        train(config)
+    monkeypatch.undo()
+    run_dir = (Path(config.output_dir) / "latest").resolve()
+    left = sorted(path.name for path in (run_dir / "tenants" / "toy_sft").iterdir())
+    assert left == ["latest", "v00000002"] and [p.name for p in (run_dir / "checkpoints").iterdir()] == ["last.ckpt"]
+    resumed = train(toy("+tenants=[toy_sft]", f"ckpt_path={run_dir}"))
+    assert resumed["run_dir"] == str(run_dir) and state_of(run_dir, "toy_sft") == state_of(whole["run_dir"], "toy_sft")
 
 
 def test_an_averaged_head_is_what_is_served_and_it_resumes(toy):

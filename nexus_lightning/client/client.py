@@ -19,7 +19,7 @@ import numpy as np
 from nexus_lightning.client.futures import NexusFuture, Workload, as_completed
 from nexus_lightning.client.http import FIRST_PAUSE_S, LONGEST_PAUSE_S, Call, Transport, error_of, message_of
 from nexus_lightning.services.codec import JSON, MSGPACK, Message, encode, flatten
-from nexus_lightning.services.errors import ConnectionLost, Gone, NexusError, NotFound, Unauthorized
+from nexus_lightning.services.errors import Conflict, ConnectionLost, Gone, NexusError, NotFound, Unauthorized
 
 T = TypeVar("T")
 Named = str | Mapping[str, Any]
@@ -104,18 +104,23 @@ class NexusClient:
         return self._get("/v1/tenants")["tenants"]
 
     def tenant(self, name: str) -> Tenant:
-        """The tenant of this name or id.
+        """The tenant of this name or id. An operator finds every account's: it may :meth:`~Tenant.pause`,
+        :meth:`~Tenant.resume`, :meth:`~Tenant.cancel` and :meth:`~Tenant.delete` them.
 
         Raises:
             NotFound: there is none.
+            Conflict: several accounts have one of this name; give the id.
         """
         try:
             return self._tenant(self._get(f"/v1/tenants/{name}"))
         except NotFound:
-            for described in self.list_tenants():
-                if described["name"] == name:
-                    return self._tenant(described)
-            raise NotFound(f"tenant {name!r}: this account has none of that name or id") from None
+            found = [described for described in self.list_tenants() if described["name"] == name]
+        if len(found) > 1:
+            ids = ", ".join(f"{one['tenant_id']} (of {one['owner']})" for one in found)
+            raise Conflict(f"tenant {name!r}: several accounts have one: give its id: {ids}")
+        if not found:
+            raise NotFound(f"tenant {name!r}: this account has none of that name or id")
+        return self._tenant(found[0])
 
     def _tenant(self, described: dict[str, Any]) -> Tenant:
         with self._lock:  # one object a tenant: it counts the requests
@@ -241,8 +246,7 @@ class Tenant:
         """
         for found in reversed(self.workloads()):
             if workload_id in (None, found["workload_id"]):
-                shown = message_of(self._transport.call(Call("GET", f"/v1/futures/{found['future_id']}"))).meta
-                return Workload(self, {**shown, "workload_id": found["workload_id"]})
+                return Workload(self, {**found, "tenant_id": self.tenant_id})
         raise NotFound(f"tenant {self.name!r}: no workload {workload_id or ''}".rstrip())
 
     def pause(self) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import logging
 import math
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -28,6 +29,8 @@ if TYPE_CHECKING:
 
 #: An episode to run: (index of the task, seed).
 Episode = tuple[int, int]
+log = logging.getLogger(__name__)
+
 #: Episodes that a video shows at most; more tiles could not be told apart.
 MAX_TILES = 64
 TILE_SIZE = 128  # pixels, of a video with several tiles
@@ -362,7 +365,11 @@ class Evaluator:
             if done.episodes is None:
                 return
             if video_path is not None:
-                save_recorded(done.frames, record, self.episodes, done.episodes, video_path, self.env.schema)
+                try:
+                    save_recorded(done.frames, record, self.episodes, done.episodes, video_path, self.env.schema)
+                except OSError as error:  # the result counts without it
+                    log.error("tenant %s: the video of version %d cannot be written: %s", self.tenant, version, error)
+                    video_path = None
             self.on_result(self.tenant, version, done.episodes, video_path)
         finally:
             self.served.unpin(self.tenant, version)

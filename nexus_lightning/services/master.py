@@ -36,7 +36,15 @@ from tensordict import TensorDict
 
 from nexus_lightning import __version__
 from nexus_lightning.backbone import Backbone
-from nexus_lightning.checkpoint import Payload, PayloadError, list_payloads, read_manifest, read_payload
+from nexus_lightning.checkpoint import (
+    Payload,
+    PayloadError,
+    is_intact,
+    list_payloads,
+    read_manifest,
+    read_newest,
+    read_payload,
+)
 from nexus_lightning.config import (
     ConfigError,
     EnvironmentConfig,
@@ -85,6 +93,8 @@ KEPT_EVALUATIONS = 100
 JOIN_S = 120.0
 #: How long a stopping server waits for them; what is left ends with the process (simulators do, too).
 STOP_S = 10.0
+#: How often what the disk has refused is written again.
+WRITE_AGAIN_S = 2.0
 #: How long a prediction may take.
 PREDICT_TIMEOUT_S = 60.0
 
@@ -129,6 +139,10 @@ class Master(LowLevelVerbs):
         config: of the server. The run folder is ``output_dir/run_name``, the same after a restart.
         backbone: an already built one; None builds ``config.backbone``.
 
+    Its files in the run folder are written from here on: whoever makes one holds the folder (an open
+    :class:`~nexus_lightning.services.store.Store`). On a full disk the run goes on: what has to be written waits, see
+    :meth:`alarms`, and is written when there is room; what a request itself wants written fails as retryable.
+
     Raises:
         ConfigError: everything that is wrong with ``config``.
 
@@ -145,7 +159,10 @@ class Master(LowLevelVerbs):
         run_config = config.run_config()
         run_config.trainer = replace(config.trainer, enable_progress_bar=False)
         config.run_dir.mkdir(parents=True, exist_ok=True)
-        (config.run_dir / "config.yaml").write_text(yaml.safe_dump(asdict(config), sort_keys=False))
+        config.run_dir.chmod(0o700)  # payloads are their owners'
+        written = config.run_dir / "config.yaml.tmp"
+        written.write_text(yaml.safe_dump(asdict(config), sort_keys=False))
+        written.replace(config.run_dir / "config.yaml")
         if config.placement.torch_threads is not None:
             torch.set_num_threads(config.placement.torch_threads)
         keep_freed_memory()
@@ -180,11 +197,14 @@ class Master(LowLevelVerbs):
 
     def run(self) -> None:
         """The resident loop, in this thread, until :meth:`stop` or (main thread) a signal; then payloads are saved."""
+        writer = threading.Thread(target=self._write_again, name="unwritten", daemon=True)
+        writer.start()
         try:
             self.trainer.fit(self.module)
         finally:
             self._stopping.set()
             self.runtime.close()
+            writer.join()
             with self._lock:
                 tenants = list(self._tenants.values())
             for tenant in tenants:
@@ -197,6 +217,26 @@ class Master(LowLevelVerbs):
                 works = [] if tenant.workload is None or tenant.workload.thread is None else [tenant.workload.thread]
                 for thread in [*works, *tenant.threads]:
                     thread.join(STOP_S)
+
+    def _write_again(self) -> None:
+        """What the disk has refused, also while nobody trains; in a thread of its own."""
+        while not self._stopping.wait(WRITE_AGAIN_S):
+            for tenant in list(self._tenants.values()):
+                tenant.metrics.flush()
+            if self.runtime.tenancy.unsaved():
+                try:
+                    self._on_actor(self.runtime.tenancy.save_unsaved)
+                except NotReady:
+                    return
+
+    def alarms(self) -> list[str]:
+        """Writes to the disk that fail now, a line each, for the operator; empty when all is well."""
+        found = [f"payload of tenant {name}: {owed.problem}" for name, owed in self.runtime.tenancy.unsaved().items()]
+        metrics = {name: tenant.metrics.problem for name, tenant in list(self._tenants.items())}
+        found += [f"metrics of tenant {name}: {problem}" for name, problem in metrics.items() if problem is not None]
+        if self.runtime.events.problem is not None:
+            found.append(f"events.jsonl: {self.runtime.events.problem}")
+        return found
 
     def stop(self) -> None:
         """Ask :meth:`run` to return after the current job. Workloads go on where they were saved, after a restart."""
@@ -272,24 +312,42 @@ class Master(LowLevelVerbs):
         Args:
             tenant_id: as before.
             spec: as before.
-            payload: folder; None: the newest in the run folder, or a fresh tenant when there is none.
+            payload: folder; None: the newest intact one in the run folder, or a fresh tenant when there is none at all.
 
         Returns:
-            ``{"policy_version", "optimizer_steps"}``.
+            ``{"policy_version", "optimizer_steps"}``, and ``damaged``: how many newer payloads were damaged, if any.
 
         Raises:
-            Conflict: the payload cannot be read, or is of another backbone or schema.
+            Conflict: no payload can be read, or it is of another backbone or schema.
         """
+        limits = self.config.limits  # those of today: a tenant is not lost because the operator has lowered them
+        most = {"priority": limits.max_priority, "weight": limits.max_weight}
+        spec = {**spec, **{key: min(spec[key], most[key]) for key in most if spec.get(key) is not None}}
         config = self.compiler.tenant(tenant_id, spec)
-        path = self.latest_payload(tenant_id) if payload is None else payload
         try:
-            read = None if path is None else read_payload(path)
+            read, damaged = self._newest(tenant_id) if payload is None else (read_payload(payload), [])
         except PayloadError as error:
             log.exception("tenant %s: its payload cannot be read", tenant_id)
             raise Conflict(f"tenant {tenant_id}: its payload cannot be read; the operator's log says why") from error
         self._join(tenant_id, config, read)
         slot = self.runtime.slots[tenant_id]
-        return {"policy_version": slot.policy_version, "optimizer_steps": slot.optimizer_steps}
+        restored = {"policy_version": slot.policy_version, "optimizer_steps": slot.optimizer_steps}
+        return {**restored, "damaged": len(damaged)} if damaged else restored
+
+    def _newest(self, tenant_id: str) -> tuple[Payload | None, list[str]]:
+        """The newest intact payload of the tenant and what is wrong with newer ones, which the log and an event tell.
+
+        Raises:
+            PayloadError: there are payloads, and all are damaged.
+        """
+        payload, damaged = read_newest(self._payload_folder(tenant_id))
+        if payload is None and damaged:
+            raise PayloadError("every payload is damaged:\n  " + "\n  ".join(damaged))
+        if payload is not None and damaged:
+            text = "tenant %s: goes on from %s, because newer payloads are damaged:\n  %s"
+            log.warning(text, tenant_id, payload.path.name, "\n  ".join(damaged))
+            self.runtime.events.point("damaged_payload", tenant_id, used=payload.path.name, damaged=damaged)
+        return payload, damaged
 
     def delete_tenant(self, tenant_id: str) -> None:
         """End its work, take it out of memory, remove its payloads and metrics. Others notice nothing."""
@@ -353,10 +411,15 @@ class Master(LowLevelVerbs):
         try:
             built = config if payload is None else self._saved_config(tenant_id, config, payload)
             config = replace(config, head=built.head)
-            memory = self._on_actor(lambda: self._build(tenant_id, built, payload))
-            metrics = MetricLog(
-                self.config.run_dir / "metrics" / f"{tenant_id}.jsonl", self.config.limits.metrics_history
-            )
+            path = self.config.run_dir / "metrics" / f"{tenant_id}.jsonl"
+            metrics = MetricLog(path, self.config.limits.metrics_history)  # first: nothing of it is in the run
+            try:
+                memory = self._on_actor(lambda: self._build(tenant_id, built, payload))
+            except BaseException:
+                metrics.close()
+                if path.is_file() and not path.stat().st_size:
+                    path.unlink()
+                raise
             with self._lock:
                 self._tenants[tenant_id] = _Tenant(config, metrics, memory)
         finally:
@@ -392,7 +455,7 @@ class Master(LowLevelVerbs):
         saved = tenant_from_dict(payload.manifest["config"], f"{payload.path}/manifest.json config")
         if saved.schema != config.schema:
             raise Conflict(f"tenant {tenant_id}: its payload has another schema than its spec")
-        return replace(saved, seed=payload.manifest["seed"])
+        return replace(saved, seed=payload.manifest["seed"], priority=config.priority, weight=config.weight)
 
     # --------------------------------------------------------------------------------------------- workloads
 
@@ -676,17 +739,10 @@ class Master(LowLevelVerbs):
         assert path is not None
         return path
 
-    def latest_payload(self, tenant_id: str) -> Path | None:
-        """The newest payload in the run folder, also of a tenant that has not been restored yet."""
-        folders = list_payloads(self._payload_folder(tenant_id))
-        return self._payload_folder(tenant_id) if folders else None
-
     def payloads(self, tenant_id: str) -> list[dict[str, Any]]:
-        """The payloads on disk, oldest first."""
-        self._tenant(tenant_id)
+        """The payloads whose manifest can be read, oldest first; also of a tenant that could not be restored."""
         found = []
-        for path in list_payloads(self._payload_folder(tenant_id)):
-            manifest = read_manifest(path)
+        for path, manifest in self._manifests(tenant_id):
             files = sorted(str(f.relative_to(path)) for f in path.rglob("*") if f.is_file())
             entry = {key: manifest[key] for key in ("policy_version", "created", "task", "tensors_digest")}
             size = sum((path / name).stat().st_size for name in files)
@@ -694,18 +750,31 @@ class Master(LowLevelVerbs):
         return found
 
     def payload_path(self, tenant_id: str, version: int) -> Path:
-        """The newest payload folder of a policy version.
+        """The newest intact payload folder of a policy version; also of a tenant that could not be restored.
 
         Raises:
-            NotFound: it is not on disk (``trainer.keep_payloads`` versions are kept).
+            NotFound: it is not on disk (``trainer.keep_payloads`` versions are kept), or damaged.
         """
-        self._tenant(tenant_id)
+        found = [path for path, manifest in self._manifests(tenant_id) if manifest["policy_version"] == version]
+        for path in reversed(found):
+            if is_intact(path):
+                return path
         folders = list_payloads(self._payload_folder(tenant_id))
-        found = [path for path in folders if read_manifest(path)["policy_version"] == version]
-        if not found:
-            there = ", ".join(path.name for path in folders) or "none"
-            raise NotFound(f"tenant {tenant_id}: no payload of version {version}; there are: {there}")
-        return found[-1]
+        there = ", ".join(path.name for path in folders if path not in found and is_intact(path)) or "none"
+        what = "the payload of version {} is damaged" if found else "no payload of version {}"
+        raise NotFound(f"tenant {tenant_id}: {what.format(version)}; intact are: {there}")
+
+    def _manifests(self, tenant_id: str) -> list[tuple[Path, dict[str, Any]]]:
+        """Payload folders with what they say about themselves, oldest first; without those that cannot be read."""
+        if not self._payload_folder(tenant_id).is_dir():
+            self._tenant(tenant_id)
+        found = []
+        for path in list_payloads(self._payload_folder(tenant_id)):
+            try:
+                found.append((path, read_manifest(path)))
+            except PayloadError as error:
+                log.warning("tenant %s: %s", tenant_id, error)
+        return found
 
     def _payload_folder(self, tenant_id: str) -> Path:
         return self.config.run_dir / "tenants" / tenant_id

@@ -86,7 +86,7 @@ def sft_batch(rows: int = 3, seed: int = 0) -> dict[str, np.ndarray]:
         ({"schema": {"state_dim": 4, "action_dim": 2, "chunk": 2, "execute": 2, "colour": 1}}, "colour"),
         ({"schema": {"state_dim": 4, "action_dim": 2, "chunk": 10**6, "execute": 2}}, "at most 512"),
         ({"schema": {"prompt": "${oc.env:HOME} {instruction}"}}, "without ${...}"),
-        ({"priority": 99}, "from -100 to 1"),
+        ({"priority": 1}, "from -100 to 0"),  # above the others it would take every job
         ({"head": {"name": "mlp", "num_layers": 1.5}}, "an integer"),
         ({"head": {"name": "mlp", "activation": "magic"}}, "choose one of silu, tanh"),
         ({"owner": "root"}, "unknown key"),
