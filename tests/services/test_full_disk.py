@@ -27,18 +27,18 @@ __all__ = ["serve_config", "serving", "toy_data"]  # fixtures
 
 
 class Disk:
-    """Refuses payloads (``_write_file``) and lines while ``full``; counts what it refused."""
+    """Refuses payloads (their flush) and lines while ``full``; counts what it refused."""
 
     def __init__(self, monkeypatch) -> None:
         self.full, self.payloads, self.lines = True, 0, 0
-        write_file, write = checkpoint._write_file, os.write
+        flush, write = checkpoint.fsync_folder, os.write
 
-        def payload(path, data):
+        def payload(folder):
             if self.full:
                 self.payloads += 1
-                path.write_bytes(data[: len(data) // 2])
+                (folder / "head.safetensors").write_bytes(b"half")
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-            write_file(path, data)
+            flush(folder)
 
         class Os:
             def __getattr__(self, name):
@@ -50,7 +50,7 @@ class Disk:
                     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
                 return write(descriptor, data)
 
-        monkeypatch.setattr(checkpoint, "_write_file", payload)
+        monkeypatch.setattr(checkpoint, "fsync_folder", payload)
         monkeypatch.setattr(lines, "os", Os())
 
 
