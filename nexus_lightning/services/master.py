@@ -54,7 +54,7 @@ from nexus_lightning.config import (
 )
 from nexus_lightning.environment import make_env
 from nexus_lightning.inference.client import TenantPolicyClient
-from nexus_lightning.memory import Admission, free_bytes, head_memory, keep_freed_memory
+from nexus_lightning.memory import Admission, NoRoom, free_bytes, keep_freed_memory
 from nexus_lightning.monitoring.stats import finite
 from nexus_lightning.producers.demonstrations import DemonstrationReader, dataset_stats, open_dataset
 from nexus_lightning.producers.evaluation import evaluate_policy, list_episodes, result_dict, summarise
@@ -62,6 +62,7 @@ from nexus_lightning.queues.training import BatchMeta
 from nexus_lightning.run.mailbox import RunEnded
 from nexus_lightning.run.module import MultiTenantModule
 from nexus_lightning.run.runtime import Runtime
+from nexus_lightning.run.start import build_tenant
 from nexus_lightning.services.batches import observation_of, to_arrays
 from nexus_lightning.services.environment_server import Sessions
 from nexus_lightning.services.errors import (
@@ -76,7 +77,7 @@ from nexus_lightning.services.errors import (
 from nexus_lightning.services.lowlevel import LowLevelVerbs
 from nexus_lightning.services.metrics import MetricLog
 from nexus_lightning.services.spec import MAX_EPISODES, Compiler, ServeConfig, serve_problems
-from nexus_lightning.tenant import PassCounter, TenantSlot, TenantSpec, build_slot
+from nexus_lightning.tenant import PassCounter, TenantSlot
 from nexus_lightning.trainer import NexusTrainer, record_dataset
 
 log = logging.getLogger(__name__)
@@ -169,20 +170,21 @@ class Master(LowLevelVerbs):
         if backbone is None:
             backbone = instantiate(config.backbone)
         assert isinstance(backbone, Backbone)
+        limit = config.limits.max_memory_gb
+        free = free_bytes(backbone.device)
+        self.admission = Admission(free if limit is None else min(free, int(limit * 1e9)))
         self.module = MultiTenantModule(backbone, {})
         self.runtime = Runtime(
             run_config,
             self.module,
             config.run_dir,
             {},
+            self.admission,
             resident=True,
             on_metrics=self._on_metrics,
             on_workload=self._on_workload,
         )
         self.trainer = NexusTrainer(self.runtime, [])
-        limit = config.limits.max_memory_gb
-        free = free_bytes(backbone.device)
-        self.admission = Admission(free if limit is None else min(free, int(limit * 1e9)))
         self._lock = threading.RLock()  # of the tables below; held for dictionary operations only
         self._tenants: dict[str, _Tenant] = {}
         self._joining: set[str] = set()
@@ -367,7 +369,6 @@ class Master(LowLevelVerbs):
         tenant.metrics.close()
         with self._lock:
             del self._tenants[tenant_id]
-            self.admission.release(tenant_id)
         shutil.rmtree(self._payload_folder(tenant_id), ignore_errors=True)
         for path in (tenant.metrics.path, self.config.run_dir / "videos" / f"{tenant_id}.mp4"):
             path.unlink(missing_ok=True)
@@ -429,21 +430,14 @@ class Master(LowLevelVerbs):
     def _build(self, tenant_id: str, config: TenantConfig, payload: Payload | None) -> int:
         """On the actor thread: a new head draws from the global generator. Returns the bytes the tenant needs."""
         try:
-            slot = build_slot(TenantSpec.compile(tenant_id, config, self.config.seed), self.module.backbone)
+            slot = build_tenant(tenant_id, config, self.config.seed, self.module.backbone, self.admission)
+        except NoRoom as error:
+            raise QuotaExceeded(str(error)) from error
         except (ValueError, TypeError, RuntimeError) as error:  # what only the head itself can tell
             raise InvalidRequest(f"spec.head: cannot be built: {error}") from error
         slot.ended = True
-        needed = head_memory(slot.head, slot.ema is not None, slot.critic).total_bytes
-        try:
-            self.admission.admit(tenant_id, needed)
-        except ValueError as error:
-            raise QuotaExceeded(str(error)) from error
-        try:
-            self.runtime.tenancy.join(slot, payload)
-        except Exception:
-            self.admission.release(tenant_id)
-            raise
-        return needed
+        self.runtime.tenancy.join(slot, payload)
+        return self.admission.held[tenant_id]
 
     def _saved_config(self, tenant_id: str, config: TenantConfig, payload: Payload) -> TenantConfig:
         """The workload that a payload was saved in: it decides about optimizer and Q networks. Its head is the one
