@@ -141,6 +141,24 @@ def test_a_stopping_server_tries_once_more_and_says_what_it_could_not_save(serve
     assert checkpoint.read_payload(config.run_dir / "tenants" / "a").version == 3
 
 
+def test_a_workload_goes_on_after_a_restart_on_a_full_disk(serve_config, monkeypatch):
+    config, work = serve_config("trainer.checkpoint_every_n_jobs=1"), {**toy_sft(target_jobs=30), "workload_id": "w1"}
+    with running(config) as master:
+        master.create_tenant("a", toy_spec())
+        master.submit("a", work)
+        wait_for(lambda: master.runtime.slots["a"].jobs_completed > 1)
+    assert not checkpoint.read_payload(config.run_dir / "tenants" / "a").state["ended"]
+    disk = Disk(monkeypatch)
+    with running(config) as master:
+        assert master.restore_tenant("a", toy_spec())["policy_version"] > 1
+        end = Ending()
+        master.submit("a", work, resume=True, on_end=end)
+        assert end.wait()["status"] == "completed" and end.value["result"]["jobs"] == 30
+        assert list(master.runtime.unsaved) == ["a"]
+        disk.full = False
+    assert checkpoint.read_payload(config.run_dir / "tenants" / "a").version == 30
+
+
 def test_a_quarantined_tenant_leaves_the_run_also_when_its_error_cannot_be_written(serving, monkeypatch, caplog):
     with serving() as master:
         master.create_tenant("a", toy_spec())
