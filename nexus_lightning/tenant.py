@@ -26,8 +26,8 @@ from nexus_lightning.checkpoint import Payload
 from nexus_lightning.config import IDLE, TenantConfig, schema_of, split_head
 from nexus_lightning.head import ActionHead, choose_kind
 from nexus_lightning.objectives import ChunkCritic
-from nexus_lightning.placement.sharding import load_whole, shard_like, whole
 from nexus_lightning.schema import NormalizationStats, Normalizer, TenantSchema
+from nexus_lightning.shards import load_whole, shard_like, whole
 
 _registrations = itertools.count()
 

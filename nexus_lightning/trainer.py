@@ -46,8 +46,7 @@ from nexus_lightning.monitoring.loggers import TenantWandbLogger, close_loggers,
 from nexus_lightning.monitoring.progress import NexusProgressBar
 from nexus_lightning.monitoring.report import summary_table, write_report, write_summary
 from nexus_lightning.placement.cluster import connected
-from nexus_lightning.placement.plan import Devices, Plan, common_devices, resolve
-from nexus_lightning.placement.sharding import rank_problems, sharding_problems
+from nexus_lightning.placement.plan import Devices, Plan, common_devices, rank_problems, resolve, sharding_problems
 from nexus_lightning.ranks import Ranks
 from nexus_lightning.resume import changed_settings, flat, saved_state
 from nexus_lightning.run.callbacks import (

@@ -25,7 +25,6 @@ from nexus_lightning.objectives import (
     Objective,
     PolicyGradientObjective,
 )
-from nexus_lightning.placement.sharding import whole
 from nexus_lightning.ranks import Failure, Ranks, agreed_failures
 from nexus_lightning.run.leases import Lease, LeaseGroup, Outcome
 from nexus_lightning.run.update import (
@@ -38,6 +37,7 @@ from nexus_lightning.run.update import (
     gradient_problem,
     trained_parameters,
 )
+from nexus_lightning.shards import whole
 from nexus_lightning.shares import Moments, Share, mean_of_rollouts
 from nexus_lightning.tenant import NonFiniteGradient, TenantSlot, derive_seed
 

@@ -25,8 +25,7 @@ from typing import Any, Literal, TypeVar
 
 from nexus_lightning.checkpoint import resolve_payload
 from nexus_lightning.config import ConfigError, TenantConfig, tenant_problems
-from nexus_lightning.placement.plan import environment_ranks
-from nexus_lightning.placement.sharding import needs_whole_backbone
+from nexus_lightning.placement.plan import environment_ranks, needs_whole_backbone
 from nexus_lightning.run.mailbox import RunEnded
 from nexus_lightning.run.member import Member, Shared
 from nexus_lightning.run.start import Stats, build_tenant, open_data, record_dataset

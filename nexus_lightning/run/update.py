@@ -17,9 +17,9 @@ from nexus_lightning.objectives import (
     PolicyGradientObjective,
     SFTObjective,
 )
-from nexus_lightning.placement.sharding import local
 from nexus_lightning.ranks import Failure
 from nexus_lightning.run.leases import Lease
+from nexus_lightning.shards import local
 from nexus_lightning.shares import Minibatch, Moments, RowWeights, Share, rows_of
 from nexus_lightning.tenant import NonFiniteLoss, TenantSlot
 

@@ -24,7 +24,7 @@ import threading
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
@@ -58,7 +58,6 @@ from nexus_lightning.memory import Admission, NoRoom, free_bytes, keep_freed_mem
 from nexus_lightning.monitoring.stats import finite
 from nexus_lightning.producers.demonstrations import DemonstrationReader, dataset_stats, open_dataset
 from nexus_lightning.producers.evaluation import evaluate_policy, list_episodes, result_dict, summarise
-from nexus_lightning.queues.training import BatchMeta
 from nexus_lightning.run.mailbox import RunEnded
 from nexus_lightning.run.module import MultiTenantModule
 from nexus_lightning.run.runtime import Runtime
@@ -76,6 +75,7 @@ from nexus_lightning.services.errors import (
 )
 from nexus_lightning.services.lowlevel import LowLevelVerbs
 from nexus_lightning.services.metrics import MetricLog
+from nexus_lightning.services.records import OnEnd, TenantRecord, Workload
 from nexus_lightning.services.spec import MAX_EPISODES, Compiler, ServeConfig, serve_problems
 from nexus_lightning.tenant import PassCounter, TenantSlot
 from nexus_lightning.trainer import NexusTrainer, record_dataset
@@ -83,9 +83,6 @@ from nexus_lightning.trainer import NexusTrainer, record_dataset
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
-#: Called once when an accepted workload or evaluation has ended: ``{"status": completed | failed | cancelled, ...}``
-#: with ``result`` or ``error``. Not called for what a stopping server leaves: it goes on after the restart.
-OnEnd = Callable[[dict[str, Any]], object]
 #: How often a workload's thread looks by itself whether its work is over (it is also told).
 LOOK_S = 0.5
 #: How many evaluations that were asked for :meth:`Master.describe` shows of a tenant, the newest.
@@ -98,39 +95,6 @@ STOP_S = 10.0
 WRITE_AGAIN_S = 2.0
 #: How long a prediction may take.
 PREDICT_TIMEOUT_S = 60.0
-
-
-@dataclass
-class _Workload:
-    """A training workload from its acceptance to its end."""
-
-    config: TenantConfig
-    id: str | None
-    resume: bool
-    on_end: OnEnd
-    thread: threading.Thread | None = None
-    running: bool = False  # it has been handed to the runtime
-    paused: bool = False
-    cancelled: threading.Event = field(default_factory=threading.Event)
-    changed: threading.Event = field(default_factory=threading.Event)
-
-
-@dataclass
-class _Tenant:
-    """What the master keeps of a tenant besides its slot."""
-
-    config: TenantConfig  # as created, without a workload
-    metrics: MetricLog
-    memory_bytes: int
-    workload: _Workload | None = None
-    leaving: threading.Event = field(default_factory=threading.Event)
-    stop_evaluations: threading.Event = field(default_factory=threading.Event)
-    threads: list[threading.Thread] = field(default_factory=list)  # of evaluations
-    evaluations: list[dict[str, Any]] = field(default_factory=list)  # that were asked for, since this process began
-    clients: list[TenantPolicyClient] = field(default_factory=list)  # sessions of the inference queue that rest
-    last_error: str | None = None
-    predict_version: int | None = None  # load_weights: pinned; None: the latest
-    deliveries: dict[int, BatchMeta] = field(default_factory=dict)  # rows handed out by queue_get_meta
 
 
 class Master(LowLevelVerbs):
@@ -186,7 +150,7 @@ class Master(LowLevelVerbs):
         )
         self.trainer = NexusTrainer(self.runtime, [])
         self._lock = threading.RLock()  # of the tables below; held for dictionary operations only
-        self._tenants: dict[str, _Tenant] = {}
+        self._tenants: dict[str, TenantRecord] = {}
         self._joining: set[str] = set()
         self._simulators = 0  # sessions, rollouts and evaluations that have one now
         self._open_sessions: dict[str, tuple[str, Sessions]] = {}
@@ -422,7 +386,7 @@ class Master(LowLevelVerbs):
                     path.unlink()
                 raise
             with self._lock:
-                self._tenants[tenant_id] = _Tenant(config, metrics, memory)
+                self._tenants[tenant_id] = TenantRecord(config, metrics, memory)
         finally:
             with self._lock:
                 self._joining.discard(tenant_id)
@@ -494,13 +458,13 @@ class Master(LowLevelVerbs):
             scheduler = self.runtime.scheduler
             if scheduler.registered(tenant_id) and scheduler.in_flight(tenant_id):
                 raise Conflict(f"tenant {tenant_id}: has reserved jobs in flight; complete or fail them first")
-            work = tenant.workload = _Workload(config, workload_id, resume, on_end, paused=paused)
+            work = tenant.workload = Workload(config, workload_id, resume, on_end, paused=paused)
         work.thread = threading.Thread(
             target=self._work, args=(tenant_id, tenant, work), name=f"workload-{tenant_id}", daemon=True
         )
         work.thread.start()
 
-    def _work(self, tenant_id: str, tenant: _Tenant, work: _Workload) -> None:
+    def _work(self, tenant_id: str, tenant: TenantRecord, work: Workload) -> None:
         """A workload from its data to its end, in a thread of its own."""
         runtime, slot = self.runtime, self.runtime.slots[tenant_id]
         tenant.last_error = None
@@ -543,7 +507,7 @@ class Master(LowLevelVerbs):
         reader = self.runtime.shared.make_reader(slot, config, dataset, PassCounter())
         return reader, dataset_stats(dataset, config.dataset, slot.spec.schema)
 
-    def _start(self, tenant_id: str, work: _Workload, reader: DemonstrationReader | None, stats: Any) -> None:
+    def _start(self, tenant_id: str, work: Workload, reader: DemonstrationReader | None, stats: Any) -> None:
         """On the actor thread."""
         self.runtime.tenancy.start(tenant_id, work.config, reader, stats, work.resume, work.id)
         work.running = True
@@ -556,7 +520,7 @@ class Master(LowLevelVerbs):
             producer.join(JOIN_S)
         self._on_actor(lambda: self.runtime.tenancy.end(tenant_id))
 
-    def _outcome(self, slot: TenantSlot, work: _Workload, over: bool) -> dict[str, Any]:
+    def _outcome(self, slot: TenantSlot, work: Workload, over: bool) -> dict[str, Any]:
         ran = work.running or over
         result = {
             "jobs": slot.jobs_completed if ran else 0,
@@ -601,7 +565,7 @@ class Master(LowLevelVerbs):
     def _rest(self, tenant_id: str, paused: bool) -> None:
         self.runtime.members[tenant_id].paused = paused
 
-    def _active(self, tenant_id: str) -> _Workload:
+    def _active(self, tenant_id: str) -> Workload:
         work = self._tenant(tenant_id).workload
         if work is None:
             raise Conflict(f"tenant {tenant_id}: no workload is active")
@@ -659,7 +623,7 @@ class Master(LowLevelVerbs):
             thread.start()
 
     def _evaluation(
-        self, tenant_id: str, tenant: _Tenant, request: Mapping[str, Any], *also: str
+        self, tenant_id: str, tenant: TenantRecord, request: Mapping[str, Any], *also: str
     ) -> tuple[EnvironmentConfig, dict[str, int]]:
         """Where, and ``episodes``, ``first_seed``, ``num_envs``; everything checked. ``also``: keys of the caller."""
         keys = ("environment", "episodes", "first_seed", "num_envs", "policy_version", *also)
@@ -678,7 +642,7 @@ class Master(LowLevelVerbs):
             numbers["num_envs"] = asked["num_envs"]
         return self._environment(tenant_id, tenant, request.get("environment"), numbers["num_envs"]), numbers
 
-    def _environment(self, tenant_id: str, tenant: _Tenant, asked: Any, num_envs: int) -> EnvironmentConfig:
+    def _environment(self, tenant_id: str, tenant: TenantRecord, asked: Any, num_envs: int) -> EnvironmentConfig:
         """An environment that a request names, or that of the tenant's (last) workload."""
         work = tenant.workload
         config = self.runtime.slots[tenant_id].spec.config if work is None else work.config
@@ -853,7 +817,7 @@ class Master(LowLevelVerbs):
         return to_arrays(out)
 
     @contextmanager
-    def _session(self, tenant_id: str, tenant: _Tenant) -> Iterator[TenantPolicyClient]:
+    def _session(self, tenant_id: str, tenant: TenantRecord) -> Iterator[TenantPolicyClient]:
         """A session of the inference queue for one call: kept, so that the queue learns who comes back."""
         with self._lock:
             client = tenant.clients.pop() if tenant.clients else None
@@ -920,7 +884,7 @@ class Master(LowLevelVerbs):
 
     # ------------------------------------------------------------------------------------------------ helpers
 
-    def _tenant(self, tenant_id: str) -> _Tenant:
+    def _tenant(self, tenant_id: str) -> TenantRecord:
         tenant = self._tenants.get(tenant_id)
         if tenant is None or tenant.leaving.is_set():
             raise NotFound(f"tenant {tenant_id}: unknown")
