@@ -91,6 +91,7 @@ class SchemaConfig:
     execute: int = MISSING
     cameras: list[str] = field(default_factory=list)
     image_size: int = 128
+    image_fit: str = "pad"
     image_orientation: str = "upright"
     control_hz: float = 20.0
     action_convention: str = "delta"
@@ -900,12 +901,6 @@ def _environment_problems(key: str, tenant: TenantConfig) -> list[str]:
         problems.append(
             f"{key}.environment.simulator.cameras={list(cameras)}: differs from {key}.schema.cameras="
             f"{list(tenant.schema.cameras)}; names and order must agree"
-        )
-    size = environment.simulator.get("image_size")
-    if tenant.schema.cameras and size is not None and size != tenant.schema.image_size:
-        problems.append(
-            f"{key}.environment.simulator.image_size={size}: differs from {key}.schema.image_size="
-            f"{tenant.schema.image_size}"
         )
     return [*problems, *process_problems(key, environment, cls), *_task_problems(key, tenant, cls)]
 

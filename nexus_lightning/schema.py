@@ -25,6 +25,7 @@ from nexus_lightning.conventions import (
     gripper_to_internal,
     gripper_to_native,
 )
+from nexus_lightning.images import FITS
 
 #: Normalisation mode -> the statistics it needs.
 MODE_STATISTICS = {
@@ -53,7 +54,10 @@ class TenantSchema:
 
     Attributes:
         cameras: camera names in the order the backbone sees them (may be empty: language and state only).
-        image_size: side of the square uint8 image in pixels, ``[3, image_size, image_size]``.
+        image_size: side of the square that the policy sees, uint8 ``[3, image_size, image_size]``; cameras may be of
+            any size.
+        image_fit: how an image gets there: ``pad`` (whole, black above or to the left), ``crop`` (its middle) or
+            ``stretch``; see :mod:`nexus_lightning.images`.
         image_orientation: what the backbone sees and the simulator gives: ``upright``, ``rotated_180`` (the convention
             of LIBERO's published datasets) or ``flipped_vertical`` (what OpenGL renders, row 0 at the bottom).
         state_dim: length of the proprioceptive (or privileged) state vector, float32.
@@ -88,6 +92,7 @@ class TenantSchema:
     execute: int
     cameras: tuple[str, ...] = ()
     image_size: int = 128
+    image_fit: Literal["pad", "crop", "stretch"] = "pad"
     image_orientation: Literal["upright", "rotated_180", "flipped_vertical"] = "upright"
     control_hz: float = 20.0
     action_convention: Literal["delta", "absolute"] = "delta"
@@ -124,6 +129,7 @@ class TenantSchema:
         if self.cameras and self.image_size < 16:
             found.append(f"image_size={self.image_size}: must be at least 16 pixels")
         for key, choices in (
+            ("image_fit", FITS),
             ("image_orientation", ORIENTATIONS),
             ("action_convention", ACTION_CONVENTIONS),
             ("rotation", ROTATION_DIMS),
@@ -177,19 +183,21 @@ class TenantSchema:
     @property
     def signature(self) -> str:
         """sha256 over every field: two tenants with one signature can share data and payloads."""
-        return _hash(asdict(self))
+        values = asdict(self)
+        if self.image_fit == "pad":  # what was stored before there was a choice keeps its name
+            del values["image_fit"]
+        return _hash(values)
 
     @property
     def prefix_signature(self) -> str:
         """sha256 over what the backbone sees: requests that agree on it may share one backbone pass."""
-        return _hash(
-            {
-                "cameras": self.cameras,
-                "image_size": self.image_size,
-                "orientation": self.image_orientation,
-                "prompt": self.prompt,
-            }
-        )
+        seen = {
+            "cameras": self.cameras,
+            "image_size": self.image_size,
+            "orientation": self.image_orientation,
+            "prompt": self.prompt,
+        }
+        return _hash(seen if self.image_fit == "pad" else {**seen, "image_fit": self.image_fit})
 
     def instruct(self, instruction: str) -> str:
         """The text that the backbone gets for one instruction."""

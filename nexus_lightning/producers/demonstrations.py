@@ -18,6 +18,7 @@ from nexus_lightning.config import AlgorithmConfig, AugmentationConfig, ConfigEr
 from nexus_lightning.conventions import DatasetConverter
 from nexus_lightning.features.reuse import PassCounter
 from nexus_lightning.features.store import FeatureEntry, FeatureStore, StoreKey, dataset_revision
+from nexus_lightning.images import as_uint8, fit_images
 from nexus_lightning.placement.shares import Share
 from nexus_lightning.producers.base import Producer
 from nexus_lightning.queues.jobs import JobState, Scheduler
@@ -254,12 +255,15 @@ class DemonstrationReader:
     def _observation(self, items: list[dict[str, Any]], rows: Tensor, view: int) -> TensorDict:
         observation = TensorDict({}, [len(items)])
         for camera in self.schema.cameras:
-            images = torch.stack([item[self._key(camera)] for item in items])
-            images = self.converter.images((images * 255).round().to(torch.uint8))
+            images = torch.stack([self._image(camera, item[self._key(camera)]) for item in items])
             if view and self.augmentation is not None:
                 images = augment(images, rows, view, self.augmentation)
             observation["image", camera] = images
         return observation
+
+    def _image(self, camera: str, image: Any) -> Tensor:
+        turned = self.converter.images(as_uint8(camera, image))
+        return fit_images(turned, self.schema.image_size, self.schema.image_fit)
 
     def _features(self, rows: Tensor, view: int) -> TensorDict:
         """What the store keeps: the features of these frames."""
