@@ -347,7 +347,7 @@ def _check_episode(episode: dict[str, Any], schema: TenantSchema) -> None:
     problems = [
         f"{key}={getattr(schema, key)!r}: the simulator and expert give {value!r}"
         for key, value in found.items()
-        if getattr(schema, key) != value
+        if getattr(schema, key) != value and (key, schema.state_dim) != ("state_dim", 0)
     ]
     missing = [camera for camera in schema.cameras if camera not in episode["images"]]
     problems += [f"cameras: no {camera!r}; the simulator has {sorted(episode['images'])}" for camera in missing]
@@ -386,7 +386,7 @@ def _write(
                 dataset.add_frame(
                     {
                         **images,
-                        "observation.state": episode["state"][k],
+                        **({"observation.state": episode["state"][k]} if schema.state_dim else {}),
                         "action": episode["action"][k],
                         "next.success": episode["success"][k : k + 1],
                         "task": episode["instruction"],
@@ -418,7 +418,7 @@ def _features(episode: dict[str, Any], schema: TenantSchema) -> dict[str, Any]:
     }
     return {
         **images,
-        "observation.state": vector(schema.state_dim, schema.state_names),
+        **({"observation.state": vector(schema.state_dim, schema.state_names)} if schema.state_dim else {}),
         "action": vector(schema.action_dim, schema.action_names),
         "next.success": {"dtype": "bool", "shape": (1,), "names": None},
     }

@@ -504,7 +504,11 @@ class SimulatorEnv(EnvBase):
             return torch.tensor([[getattr(e, name)] for e in episodes], dtype=dtype)
 
         observation: dict[str, Any] = {
-            "state": stack(lambda o: _tensor(o["state"]), (schema.state_dim,), torch.float32)
+            "state": stack(
+                lambda o: _tensor(o["state"]) if schema.state_dim else torch.zeros(0),
+                (schema.state_dim,),
+                torch.float32,
+            )
         }
         if schema.cameras:
             size = (3, schema.image_size, schema.image_size)

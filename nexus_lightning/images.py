@@ -100,7 +100,7 @@ def fit_observation(observation: TensorDictBase, schema: TenantSchema) -> Tensor
 
     Args:
         observation: ``("image", <camera>)`` ``[B, 3, H, W]``, uint8 or float in [0, 1], of each camera of the schema
-            and of no other; of each its own size. ``state`` may be missing where ``state_dim`` is 0.
+            and of no other; of each its own size. ``state`` may be missing where ``schema.state_dim`` is 0.
 
     Returns:
         ``image`` uint8 ``[B, 3, image_size, image_size]``, the other entries as they are.
@@ -112,6 +112,8 @@ def fit_observation(observation: TensorDictBase, schema: TenantSchema) -> Tensor
     names = tuple(given.keys()) if isinstance(given, TensorDictBase) else ()
     if set(names) != set(schema.cameras) or (given is not None and not isinstance(given, TensorDictBase)):
         raise ValueError(f"camera mismatch: schema has {list(schema.cameras)}, observation has {list(names)}")
+    if schema.state_dim == 0 and observation.get("state", None) is None:
+        observation = observation.copy().set("state", torch.zeros(*observation.batch_size, 0))
     fitted = TensorDict({key: value for key, value in observation.items() if key != "image"}, observation.batch_size)
     if given is not None:
         images = {

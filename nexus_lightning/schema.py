@@ -60,7 +60,7 @@ class TenantSchema:
             ``stretch``; see :mod:`nexus_lightning.images`.
         image_orientation: what the backbone sees and the simulator gives: ``upright``, ``rotated_180`` (the convention
             of LIBERO's published datasets) or ``flipped_vertical`` (what OpenGL renders, row 0 at the bottom).
-        state_dim: length of the proprioceptive (or privileged) state vector, float32.
+        state_dim: length of the proprioceptive (or privileged) state vector, float32; 0: the policy reads none.
         action_dim: length of one action, float32.
         chunk: actions predicted from one observation (T).
         execute: actions of a chunk carried out before the next observation, ``1 <= execute <= chunk``.
@@ -115,7 +115,9 @@ class TenantSchema:
     def problems(self) -> list[str]:
         """Every reason why this schema cannot work, as ``key: value: fix`` lines (empty when it can)."""
         found = []
-        for key in ("state_dim", "action_dim", "chunk", "execute"):
+        if self.state_dim < 0:
+            found.append(f"state_dim={self.state_dim}: must be at least 0, which is a policy without a state")
+        for key in ("action_dim", "chunk", "execute"):
             if getattr(self, key) < 1:
                 found.append(f"{key}={getattr(self, key)}: must be at least 1")
         if not 0 < self.control_hz < float("inf"):
@@ -245,7 +247,8 @@ class NormalizationStats:
         std = values.std(0, unbiased=False) if len(values) > 1 else torch.ones(values.shape[1])
         # Column by column: torch.quantile takes 16 M elements at most.
         levels = torch.tensor([0.01, 0.99, 0.1, 0.9])
-        quantiles = torch.stack([torch.quantile(column, levels) for column in values.unbind(1)], 1)
+        columns = [torch.quantile(column, levels) for column in values.unbind(1)]
+        quantiles = torch.stack(columns, 1) if columns else torch.zeros(4, 0)
         return cls(values.mean(0), std, values.amin(0), values.amax(0), *quantiles)
 
     def mapped(self, affine: Callable[[Tensor], Tensor]) -> NormalizationStats:

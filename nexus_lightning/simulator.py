@@ -191,13 +191,13 @@ def dim_problems(schema: TenantSchema, dims: Mapping[str, tuple[int | None, str]
     return [
         f"{key}={getattr(schema, key)}: {whose} has {dim}"
         for key, (dim, whose) in dims.items()
-        if dim is not None and getattr(schema, key) != dim
+        if dim is not None and getattr(schema, key) != dim and (key, schema.state_dim) != ("state_dim", 0)
     ]
 
 
 def privileged_problems(schema: TenantSchema, shown: Sequence[str], what: str) -> list[str]:
     """For :meth:`Simulator.problems`: what ``what`` shows that only a simulator knows, the schema must own up to."""
-    hidden = [name for name in shown if name not in schema.privileged]
+    hidden = [name for name in shown if name not in schema.privileged and schema.state_dim]
     return [f"privileged={list(schema.privileged)}: {what} also shows {', '.join(hidden)}"] if hidden else []
 
 
@@ -363,7 +363,7 @@ class View:
     """What every observation of a simulator is, whichever step it comes after.
 
     Attributes:
-        state_dim: ``state`` is float32 ``[state_dim]`` and finite.
+        state_dim: ``state`` is float32 ``[state_dim]`` and finite; 0: it is not looked at.
         cameras: of ``image``; more may be there.
         sizes: an image is uint8 ``[3, *sizes[camera]]``; None: of any height and width.
 
@@ -394,7 +394,9 @@ class View:
         if not (isinstance(text, str) and text):
             found.append(f"instruction={text!r}: the simulator must say in words what to do")
         state = _array(observation.get("state"))
-        if state is None or state.shape != (self.state_dim,) or state.dtype != np.float32:
+        if self.state_dim == 0:
+            pass
+        elif state is None or state.shape != (self.state_dim,) or state.dtype != np.float32:
             shown = _shown(observation["state"]) if "state" in observation else "no state"
             found.append(
                 f"state_dim={self.state_dim}: the simulator gives {shown}, expected float32 ({self.state_dim},)"

@@ -118,7 +118,7 @@ def test_a_good_schema_has_no_problems():
 @pytest.mark.parametrize(
     ("change", "word"),
     [
-        ({"state_dim": 0}, "state_dim=0"),
+        ({"state_dim": -1}, "state_dim=-1: must be at least 0"),
         ({"execute": 9}, "execute=9"),
         ({"cameras": ("front", "front")}, "listed twice"),
         ({"cameras": ("front view",)}, "front view"),
