@@ -379,7 +379,8 @@ def _write(
                 continue
             if dataset is None:
                 features = _features(episode, schema)
-                fps = round(schema.control_hz)
+                # LeRobot says int; rounded, the recording would not be one of this control rate
+                fps: Any = int(schema.control_hz) if schema.control_hz.is_integer() else schema.control_hz
                 dataset = LeRobotDataset.create(repo_id, fps=fps, features=features, root=root, use_videos=False)
             for k in range(len(episode["action"])):
                 images = {f"observation.images.{c}": episode["images"][c][k] for c in schema.cameras}

@@ -137,7 +137,7 @@ class Spy(FakeBackbone):
 
 @pytest.mark.parametrize("fit", FITS)
 def test_dataset_simulator_server_and_exported_policy_show_one_picture(tmp_path, fit):
-    schema = replace(SCHEMA, cameras=("front",), image_fit=fit, control_hz=10.0)
+    schema = replace(SCHEMA, cameras=("front",), image_fit=fit, control_hz=12.5)
     image, simulator = picture(24, 40), {"_target_": f"{__name__}.OnePicture"}
     expected = fit_images(image, 32, fit)
     assert len({fit_images(image, 32, other).sum().item() for other in FITS}) == 3, "or this test would see nothing"
