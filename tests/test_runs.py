@@ -230,7 +230,7 @@ def test_a_simulator_that_breaks_its_contract_costs_its_own_tenant_only(toy):
     says = {
         "watched": "reward: nan: expected one finite number",
         "offline": "state_dim=4: the simulator gives float32 (1,), expected float32 (4,)",
-        "rolled": "image_size=32: 'camera' is float32 (3, 32, 32), expected uint8 (3, 32, 32)",
+        "rolled": "image 'camera' is float32 (3, 32, 32), expected uint8 (3, 32, 32), as at the start",
         "recorded": "reward: nan: expected one finite number",
     }
     for name, words in says.items():

@@ -16,8 +16,8 @@ from omegaconf.errors import OmegaConfBaseException
 from tensordict import TensorDict, TensorDictBase
 from torch import Tensor
 
-from nexus_lightning.backbone import check_observation
 from nexus_lightning.config import AlgorithmConfig
+from nexus_lightning.images import fit_observation
 from nexus_lightning.objectives import AWRObjective, Objective, PolicyGradientObjective, SFTObjective
 from nexus_lightning.objectives.policy_gradient import EXECUTED, likelihood_units
 from nexus_lightning.producers.demonstrations import string_column
@@ -76,7 +76,7 @@ def batch_of(
     schema, rows = slot.spec.schema, len(instructions)
     batch = observation_of(arrays, instructions)
     try:
-        check_observation(batch["observation"], schema)
+        batch["observation"] = fit_observation(batch["observation"], schema)
     except ValueError as error:
         raise InvalidRequest(str(error)) from error
     chunk, flags = (rows, schema.chunk, schema.action_dim), (rows, schema.chunk)
