@@ -89,7 +89,9 @@ def run(cfg: DictConfig) -> float | None:
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
     # advice to the developers of the libraries
     warnings.filterwarnings("ignore", module=r"(lightning|torchrl|torch|tensordict)\.")
-    config = to_config(cfg, head_dir=CONF / "head", overrides=HydraConfig.get().overrides.task)
+    hydra_config = HydraConfig.get()
+    folders = [Path(source.path) for source in hydra_config.runtime.config_sources if source.schema == "file"]
+    config = to_config(cfg, folders, overrides=hydra_config.overrides.task)
     from torch.distributed.elastic.multiprocessing.errors import record
 
     from nexus_lightning.trainer import train  # lightning and torchrl take seconds: bad keys fail before that
@@ -119,8 +121,9 @@ def command_line() -> int:
         try:
             main()
         except NULL_ERRORS:  # main() tells its own: an override of a part of what is null does not compose
-            overrides = get_args_parser().parse_args().overrides
-            rewritten = optional_overrides(CONF, overrides)
+            words = get_args_parser().parse_args()
+            overrides = words.overrides
+            rewritten = optional_overrides(CONF, overrides, [Path(words.config_dir)] if words.config_dir else [])
             if debug or rewritten == overrides:
                 raise
             sys.argv[1:] = [word for word in sys.argv[1:] if word not in overrides] + rewritten
@@ -131,7 +134,9 @@ def command_line() -> int:
         # main() tells its own: this command line does not compose. OmegaConf asserts that no part of null is set.
         if debug:
             raise
-        print(f"error: {composition_error(error, CONF, get_args_parser().parse_args().overrides)}", file=sys.stderr)
+        words = get_args_parser().parse_args()
+        more = [] if words.config_dir is None else ["--config-dir", words.config_dir]
+        print(f"error: {composition_error(error, CONF, [*more, *words.overrides])}", file=sys.stderr)
         return 2
     for trial in FAILED_TRIALS:
         print(f"failed: {trial}", file=sys.stderr)

@@ -9,6 +9,7 @@ list all of it in one :class:`ConfigError`.
 
 from __future__ import annotations
 
+import argparse
 import difflib
 import functools
 import hashlib
@@ -49,6 +50,7 @@ from nexus_lightning.dataset import (
 )
 from nexus_lightning.demonstrations import RECORD_FILE, describe_recording
 from nexus_lightning.head import ActionHead, choose_kind
+from nexus_lightning.queues.policy import Policy
 from nexus_lightning.schema import TenantSchema
 from nexus_lightning.simulator import Simulator, task_configs
 
@@ -79,6 +81,12 @@ ALGORITHM_CHOICES = {
 FEATURE_REUSE = ("auto", "always", "never")
 STRATEGIES = ("auto", "single", "ddp", "fsdp2")
 PRECISIONS = ("32-true", "bf16-true", "bf16-mixed", "64-true")
+#: Packages of which Lightning's own loggers need one as soon as they are built.
+LIGHTNING_NEEDS = {
+    "TensorBoardLogger": ("tensorboard", "tensorboardX"),
+    "MLFlowLogger": ("mlflow",),
+    "CometLogger": ("comet_ml",),
+}
 TENANT_NAME = re.compile(r"^[A-Za-z][A-Za-z0-9_-]{0,63}$")
 
 
@@ -264,6 +272,9 @@ class TrainingQueueConfig:
     max_gb_per_tenant: float = 2.0  # partitions of one tenant; producers wait beyond it
     lease_deadline_s: float = 600.0  # a leased job that is not finished by then goes back
     journal: bool = False  # keep every state change of every job in <run folder>/jobs.sqlite, safe from kill -9
+    policy: dict[str, Any] = field(  # `_target_` of a Policy: whose job goes first, how many are in flight
+        default_factory=lambda: {"_target_": "nexus_lightning.queues.policy.FairShare"}
+    )
 
 
 @dataclass
@@ -365,7 +376,9 @@ class NexusConfig:
     feature_store: FeatureStoreConfig = field(default_factory=FeatureStoreConfig)
     placement: PlacementConfig = field(default_factory=PlacementConfig)
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
-    logger: Any = MISSING
+    logger: dict[str, Any] = field(default_factory=dict)  # name -> `_target_` of a Lightning logger and its arguments
+    callbacks: dict[str, Any] = field(default_factory=dict)  # name -> `_target_` of a Lightning callback, likewise
+    profiler: dict[str, Any] = field(default_factory=dict)  # `_target_` of a Lightning profiler; empty: none
     seed: int = 0
     ckpt_path: str | None = None  # `last`, a run folder, or a .ckpt file
     run_name: str | None = None
@@ -429,7 +442,7 @@ def _in_mapping(override: str) -> bool:
     return False
 
 
-def optional_overrides(conf_dir: Path, overrides: Sequence[str]) -> list[str]:
+def optional_overrides(conf_dir: Path, overrides: Sequence[str], more: Sequence[Path] = ()) -> list[str]:
     """Overrides of what is null by default (``tenants.a.dataset.augmentation={views: 3}``, ``placement.ray.address``)
     where :func:`to_config` finds them: Hydra sets nothing inside null. The others as they are.
 
@@ -437,7 +450,7 @@ def optional_overrides(conf_dir: Path, overrides: Sequence[str]) -> list[str]:
         HydraException: the config groups cannot be composed.
     """
     parsed = OverridesParser.create().parse_overrides([*overrides])
-    values, settings = _compose_groups(conf_dir, parsed)
+    values, settings = _compose_groups(conf_dir, parsed, more)
     out = [each.input_line or "" for each in parsed]
     for place, each in enumerate(parsed):
         if each in settings and not each.is_delete() and _through_null(values, each):
@@ -464,32 +477,68 @@ def _through_null(values: Any, override: Override) -> bool:
     return False
 
 
+def config_dirs(arguments: Sequence[str]) -> tuple[list[str], list[Path]]:
+    """A command line without ``--config-dir mine``, and the folders beside ``conf/`` that it names so.
+
+    Raises:
+        ConfigError: there is no such folder.
+
+    Example:
+        >>> config_dirs(["seed=1", "--config-dir", "/", "+tenants=[mine]"])
+        (['seed=1', '+tenants=[mine]'], [PosixPath('/')])
+    """
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--config-dir", "-cd", action="append", default=[], type=Path)  # as Hydra's own
+    known, rest = parser.parse_known_args([*arguments])
+    if missing := [each for each in known.config_dir if not each.is_dir()]:
+        raise ConfigError([f"--config-dir={each}: there is no such folder" for each in missing])
+    return rest, [each.resolve() for each in known.config_dir]
+
+
+def _search_path(folders: Sequence[Path]) -> list[str]:
+    """The override that lets Hydra look into these folders, too."""
+    return [f"hydra.searchpath={json.dumps([f'file://{folder}' for folder in folders])}"] if folders else []
+
+
 def compose_config(conf_dir: Path, overrides: Sequence[str]) -> NexusConfig:
-    """What ``train.py`` makes of these overrides, for programs that are not Hydra applications themselves.
+    """What ``train.py`` makes of this command line, for programs that are not Hydra applications themselves.
+
+    Args:
+        conf_dir: ``conf/``.
+        overrides: and perhaps ``--config-dir mine``, a folder with more files for its groups.
 
     Raises:
         HydraException: an override does not fit.
-        ConfigError: see :func:`to_config`.
+        ConfigError: see :func:`config_dirs` and :func:`to_config`.
     """
     register_configs()
-    overrides = hydra_overrides([*overrides])
+    words, more = config_dirs(overrides)
+    words = hydra_overrides(words)
 
     def composed(overrides: Sequence[str]) -> DictConfig:
         with initialize_config_dir(str(conf_dir), version_base="1.3"):
-            return compose("config", overrides=[*overrides])
+            return compose("config", overrides=[*_search_path(more), *overrides])
 
     try:
-        cfg = composed(overrides)
+        cfg = composed(words)
     except NULL_ERRORS:
-        cfg = composed(optional_overrides(conf_dir, overrides))
-    return to_config(cfg, conf_dir / "head", overrides)
+        cfg = composed(optional_overrides(conf_dir, words, more))
+    return to_config(cfg, [conf_dir, *more], words)
 
 
 def composition_error(error: Exception, conf_dir: Path, overrides: Sequence[str]) -> ConfigError:
-    """What Hydra says about a command line that it does not compose, in our words: everything that is wrong with it."""
+    """What Hydra says about a command line that it does not compose, in our words: everything that is wrong with it.
+
+    Arguments are those of :func:`compose_config`."""
+    if isinstance(error, ConfigError):
+        return error
+    try:
+        folders = [conf_dir, *config_dirs(overrides)[1]]
+    except ConfigError as missing:
+        return missing
     if isinstance(error, MissingConfigException) and error.missing_cfg_file is not None:
         group, _, name = error.missing_cfg_file.rpartition("/")
-        choices = error.options or sorted(file.stem for file in (conf_dir / group).glob("*.yaml"))
+        choices = error.options or _choices(folders, group)
         return ConfigError([_unknown_choice(group or "config", name, choices)])
     try:
         if problems := override_problems(conf_dir, overrides):
@@ -500,6 +549,10 @@ def composition_error(error: Exception, conf_dir: Path, overrides: Sequence[str]
         str(part).splitlines()[0].rstrip(":") for part in (error, error.__cause__) if part is not None and str(part)
     ]
     return ConfigError([": ".join(words) or repr(error)])
+
+
+def _choices(folders: Sequence[Path], group: str) -> list[str]:
+    return sorted({file.stem for folder in folders for file in (folder / group).glob("*.yaml")})
 
 
 def _unknown_choice(key: str, name: str, choices: Sequence[str]) -> str:
@@ -517,12 +570,13 @@ def override_problems(conf_dir: Path, overrides: Sequence[str]) -> list[str]:
     Raises:
         HydraException: the groups themselves, or the words of an override, cannot be read.
     """
-    overrides = hydra_overrides([*overrides])
+    overrides, more = config_dirs(overrides)
+    overrides = hydra_overrides(overrides)
     parsed = OverridesParser.create().parse_overrides(overrides)
     if any(each.is_sweep_override() for each in parsed):
         return []  # of which trial?
     schema = OmegaConf.structured(NexusConfig)
-    composed, settings = _compose_groups(conf_dir, parsed)
+    composed, settings = _compose_groups(conf_dir, parsed, more)
     known, problems = known_keys(composed, NexusConfig)
     try:
         values = OmegaConf.to_container(OmegaConf.merge(schema, known))
@@ -531,7 +585,7 @@ def override_problems(conf_dir: Path, overrides: Sequence[str]) -> list[str]:
         problems += unknown
         cfg = OmegaConf.merge(schema, known)
         assert isinstance(cfg, DictConfig)
-        validate(to_config(cfg, conf_dir / "head", overrides))
+        validate(to_config(cfg, [conf_dir, *more], overrides))
     except ConfigError as error:
         problems += error.problems
     except OmegaConfBaseException as error:
@@ -539,8 +593,12 @@ def override_problems(conf_dir: Path, overrides: Sequence[str]) -> list[str]:
     return problems
 
 
-def _compose_groups(conf_dir: Path, overrides: Sequence[Override]) -> tuple[Any, list[Override]]:
-    """What the config groups alone give, merged without the schema, and the overrides that set values in it."""
+def _compose_groups(
+    conf_dir: Path, overrides: Sequence[Override], more: Sequence[Path] = ()
+) -> tuple[Any, list[Override]]:
+    """What the config groups alone give, merged without the schema, and the overrides that set values in it.
+
+    ``more``: folders beside ``conf_dir``."""
     plain = OmegaConf.create(OmegaConf.to_container(OmegaConf.structured(NexusConfig)))
     ConfigStore.instance().store(name="nexus_config", node=plain)
     try:
@@ -551,8 +609,10 @@ def _compose_groups(conf_dir: Path, overrides: Sequence[Override]) -> tuple[Any,
                 for each in overrides
                 if not (each.is_delete() or each.package or each.key_or_group.startswith("hydra."))
                 and not options(each.key_or_group)
+                and not any((folder / each.key_or_group).is_dir() for folder in more)
             ]
-            cfg = compose("config", overrides=[each.input_line or "" for each in overrides if each not in settings])
+            chosen = [each.input_line or "" for each in overrides if each not in settings]
+            cfg = compose("config", overrides=[*_search_path(more), *chosen])
     finally:
         register_configs()
     return OmegaConf.to_container(cfg), settings
@@ -574,16 +634,16 @@ def _put(values: Any, key: str, value: Any) -> str | None:
     return None
 
 
-def to_config(cfg: DictConfig, head_dir: Path | None = None, overrides: Sequence[str] = ()) -> NexusConfig:
+def to_config(cfg: DictConfig, folders: Sequence[Path] = (), overrides: Sequence[str] = ()) -> NexusConfig:
     """Composed Hydra config -> typed objects.
 
     A head given by name (``tenants.libero.head=flow_matching``, see :func:`hydra_overrides`; in an experiment ``head:
-    {_new_: {name: flow_matching}}``) is read from ``head_dir/<name>.yaml`` in place of the tenant's own. Its keys come
-    from there, then from ``_new_``, then from ``overrides``.
+    {_new_: {name: flow_matching}}``) is read from ``<folder>/head/<name>.yaml`` in place of the tenant's own. Its keys
+    come from there, then from ``_new_``, then from ``overrides``.
 
     Args:
         cfg: composed.
-        head_dir: default ``conf/head``.
+        folders: that Hydra has searched: ``conf/``, which is the default, and those of ``--config-dir``.
         overrides: that ``cfg`` was composed with, a sweeper's among them: what they set of a head is meant for the one
             that the tenant ends up with.
 
@@ -591,7 +651,7 @@ def to_config(cfg: DictConfig, head_dir: Path | None = None, overrides: Sequence
         ConfigError: a key that nothing reads, a ``???`` value that was not given, or a head file that does not exist;
             all listed, and with unknown keys everything that :func:`validate` finds in the rest.
     """
-    cfg = cfg.copy()
+    cfg, folders = cfg.copy(), folders or [Path("conf")]
     values = OmegaConf.to_container(cfg)
     assert isinstance(values, dict)
     optional, problems = known_keys(values.pop(OPTIONAL, {}), NexusConfig)
@@ -614,13 +674,13 @@ def to_config(cfg: DictConfig, head_dir: Path | None = None, overrides: Sequence
         new = {"name": head} if isinstance(head, str) else OmegaConf.to_container(head).pop("_new_", None)  # type: ignore
         if new is None:
             continue
-        file = (head_dir or Path("conf/head")) / f"{new.pop('name')}.yaml"
-        if file.is_file():
+        wanted = new.pop("name")
+        file = next((f for folder in folders if (f := folder / "head" / f"{wanted}.yaml").is_file()), None)
+        if file is not None:
             given = {} if isinstance(head, str) else {k: head[k] for k in head if (name, k) in asked}
             tenant.head = {**OmegaConf.to_container(OmegaConf.load(file)), **new, **given}  # type: ignore[dict-item]
         else:
-            choices = sorted(p.stem for p in file.parent.glob("*.yaml"))
-            problems.append(_unknown_choice(f"tenants.{name}.head", file.stem, choices))
+            problems.append(_unknown_choice(f"tenants.{name}.head", wanted, _choices(folders, "head")))
     for key in sorted(OmegaConf.missing_keys(cfg)):
         problems.append(f"{key}: a value is required")
     if len(problems) > unknown:
@@ -773,6 +833,7 @@ def validate(config: NexusConfig) -> None:
             problems.append(f"tenants.{name}: differs from tenants.{other} only in case; choose another name")
         problems += _tenant_problems(f"tenants.{name}", name, tenant, config, backbone)
     problems += run_problems(config)
+    problems += _lightning_problems(config)
     trainer = config.trainer
     unbounded = [n for n, t in config.tenants.items() if t.target_jobs is None]
     if unbounded and trainer.max_jobs is None and trainer.max_time is None and not trainer.fast_dev_run:
@@ -786,6 +847,7 @@ def validate(config: NexusConfig) -> None:
 def run_problems(config: NexusConfig) -> list[str]:
     """What is wrong with everything but the tenants and the backbone."""
     problems = _placement_problems(config)
+    problems += _part_problems("queues.training.policy", config.queues.training.policy, Policy)
     inference = config.queues.inference
     if inference.static_batch_size is not None and inference.static_batch_size < 1:
         problems.append(f"queues.inference.static_batch_size={inference.static_batch_size}: at least 1, or null")
@@ -805,6 +867,59 @@ def run_problems(config: NexusConfig) -> list[str]:
         if getattr(trainer, key) < 1:
             problems.append(f"trainer.{key}={getattr(trainer, key)}: must be at least 1")
     return problems
+
+
+def _lightning_problems(config: NexusConfig) -> list[str]:
+    """What is wrong with the parts that Lightning runs: loggers, callbacks, profiler."""
+    nodes = [*config.logger.values(), *config.callbacks.values(), config.profiler]
+    if not any(nodes):
+        return []
+    from lightning.pytorch.callbacks import Callback, Checkpoint, ProgressBar  # seconds: only who has some waits
+    from lightning.pytorch.loggers import Logger
+    from lightning.pytorch.profilers import Profiler
+
+    problems = []
+    for group, base in (("logger", Logger), ("callbacks", Callback)):
+        named = getattr(config, group)
+        for name, node in named.items():
+            if isinstance(node, Mapping):
+                problems += _part_problems(f"{group}.{name}", node, base)
+                continue
+            owners = [n for n, other in named.items() if isinstance(other, Mapping) and name in other]
+            right = (
+                f"write {group}.{owners[0]}.{name}={node}" if owners else f"name a file of conf/{group}: {group}=none"
+            )
+            problems.append(f"{group}.{name}={node!r}: must be a mapping with `_target_`; {right}")
+    if config.profiler:
+        problems += _part_problems("profiler", config.profiler, Profiler)
+    for name, node in config.callbacks.items():
+        cls = check_class(node, "", []) if isinstance(node, Mapping) else None
+        if isinstance(cls, type) and issubclass(cls, Checkpoint):
+            problems.append(
+                f"callbacks.{name}={cls.__name__}: a run saves its tenants itself; see trainer.checkpoint_every_n_jobs"
+            )
+        if isinstance(cls, type) and issubclass(cls, ProgressBar):
+            problems.append(f"callbacks.{name}={cls.__name__}: a run has its own; see trainer.enable_progress_bar")
+    return problems
+
+
+def _part_problems(key: str, node: Mapping[str, Any], base: type) -> list[str]:
+    """Of a logger, callback, profiler or policy. Its class may say more: ``requires`` and ``problems(arguments)``."""
+    problems: list[str] = []
+    cls = check_class(node, key, problems)
+    if cls is None:
+        return problems
+    if not (isinstance(cls, type) and issubclass(cls, base)):
+        return [*problems, f"{key}={node['_target_']}: is not a {base.__module__}.{base.__name__}"]
+    for package, extra in getattr(cls, "requires", {}).items():
+        if importlib.util.find_spec(package) is None:
+            problems.append(f"{key}: package {package} is missing; pip install 'nexus-lightning[{extra}]'")
+    for name in {parent.__name__ for parent in cls.__mro__} & LIGHTNING_NEEDS.keys():
+        packages = LIGHTNING_NEEDS[name]
+        if not any(map(importlib.util.find_spec, packages)):
+            problems.append(f"{key}: package {packages[0]} is missing; pip install {packages[0]}")
+    arguments = {name: value for name, value in node.items() if name != "_target_"}
+    return problems + [f"{key}.{problem}" for problem in getattr(cls, "problems", lambda arguments: [])(arguments)]
 
 
 def tenant_problems(key: str, name: str, tenant: TenantConfig, config: NexusConfig) -> list[str]:

@@ -42,7 +42,7 @@ from nexus_lightning.memory import (
     keep_freed_memory,
 )
 from nexus_lightning.monitoring.banner import banner
-from nexus_lightning.monitoring.loggers import TenantWandbLogger, close_loggers, logger_problems, make_loggers
+from nexus_lightning.monitoring.loggers import CSV, build, close_loggers, make_loggers
 from nexus_lightning.monitoring.progress import NexusProgressBar
 from nexus_lightning.monitoring.report import summary_table, write_report, write_summary
 from nexus_lightning.placement.cluster import connected
@@ -76,7 +76,7 @@ class NexusTrainer(L.Trainer):
         runtime: queues, producers and run folder of this run.
         loggers: Lightning loggers.
         plan: who lives where; None: resolved from the configuration.
-        **kwargs: any other Trainer argument that has a meaning here (accelerator, devices, precision, callbacks ...).
+        **kwargs: any other Trainer argument that has a meaning here (callbacks, profiler ...).
 
     Example:
         >>> trainer = NexusTrainer(runtime, loggers)  # doctest: +SKIP
@@ -169,7 +169,7 @@ def config_problems(config: NexusConfig) -> list[str]:
         validate(config)
     except ConfigError as error:
         return error.problems
-    return logger_problems(config.logger)
+    return []
 
 
 def agree(config: NexusConfig, ranks: Ranks) -> Devices:
@@ -274,25 +274,23 @@ def _run_in(
     slots, datasets = build_slots(config, backbone, payloads, admission, without_data=failed)
     for slot in slots.values():  # built from seeds and files, alike on every rank; this makes sure of it
         ranks.spread(slot.tensors().values())
-    loggers = make_loggers(config.logger, run_dir, config.run_name or run_dir.name, asdict(config))
+    run_name = config.run_name or run_dir.name
+    loggers = make_loggers(config.logger, run_dir, run_name, asdict(config))
+    callbacks = [build(node, run_dir, run_name) for node in config.callbacks.values()]
+    profiler = build(config.profiler, run_dir, run_name) if config.profiler else None
 
     def log_metrics(metrics: dict[str, float], step: int) -> None:
         for logger in loggers:
             logger.log_metrics(metrics, step)
 
-    def tell_loggers(tenant: str) -> None:
-        for logger in loggers:
-            if isinstance(logger, TenantWandbLogger):
-                logger.add_tenant(tenant)
-
     module = MultiTenantModule(backbone, slots, ranks)
-    runtime = Runtime(config, module, run_dir, datasets, admission, on_metrics=log_metrics, on_join=tell_loggers)
+    runtime = Runtime(config, module, run_dir, datasets, admission, on_metrics=log_metrics)
     for name, reason in failed.items():
         runtime.tenancy.quarantine(name, reason, "")
     exit_code = 1
     try:
         resumed = [ResumedConfig(lambda: write_config(asked, run_dir))] if ckpt_path is not None and ranks.first else []
-        trainer = NexusTrainer(runtime, loggers, plan, callbacks=resumed)
+        trainer = NexusTrainer(runtime, loggers, plan, callbacks=[*resumed, *callbacks], profiler=profiler)
         if ranks.first:
             print(_banner(config, runtime, backbone, slots, trainer, plan, ckpt_path), flush=True)
         trainer.fit(module, ckpt_path=ckpt_path)
@@ -476,7 +474,7 @@ def _train_payload(
         queues=config.queues,
         placement=replace(config.placement, environments={}),  # of other tenants
         trainer=replace(TrainerConfig(), enable_progress_bar=config.trainer.enable_progress_bar),
-        logger={"kind": "csv"},
+        logger=CSV,
         seed=config.seed,
         output_dir=str(path.parent),
         run_name=path.name,

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,17 +21,21 @@ sys.path.insert(0, str(REPO))
 
 
 def main(argv: list[str]) -> None:
+    from nexus_lightning.config import config_dirs
     from nexus_lightning.demonstrations import record_demonstrations
 
     if any(word.startswith("tenant=") for word in argv):
-        arguments = from_tenant(dict(word.split("=", 1) for word in argv))
+        words, folders = config_dirs(argv)
+        arguments = from_tenant(dict(word.split("=", 1) for word in words), folders)
     else:
         arguments = from_flags(argv)
     print(f"recorded in {record_demonstrations(**arguments)}")
 
 
-def from_tenant(words: dict[str, str]) -> dict[str, Any]:
-    """Arguments of ``record_demonstrations`` for ``tenant=NAME [root=]`` and the keys of ``dataset.record``."""
+def from_tenant(words: dict[str, str], folders: Sequence[Path] = ()) -> dict[str, Any]:
+    """Arguments of ``record_demonstrations`` for ``tenant=NAME [root=]`` and the keys of ``dataset.record``.
+
+    ``folders``: of ``--config-dir``."""
     from nexus_lightning.config import compose_config, dataset_root, schema_of
 
     known = ("tenant", "root", "episodes", "first_seed", "workers", "random_share", "keep_failures")
@@ -39,6 +44,7 @@ def from_tenant(words: dict[str, str]) -> dict[str, Any]:
     name = words.pop("tenant")
     root = words.pop("root", None)
     overrides = [f"tenants.{name}.dataset.record.{key}={value}" for key, value in words.items()]
+    overrides += [f"--config-dir={folder}" for folder in folders]
     config = compose_config(REPO / "conf", [f"+tenants=[{name}]", *overrides])
     tenant = config.tenants[name]
     if tenant.dataset is None or tenant.dataset.record is None or tenant.environment is None:

@@ -25,7 +25,7 @@ from tqdm import tqdm
 
 from nexus_lightning.backbone import Backbone, SharedBackbone
 from nexus_lightning.checks import INSTRUCTIONS, check_backbone, check_head, random_observation
-from nexus_lightning.config import ConfigError, compose_config, split_head, validate
+from nexus_lightning.config import ConfigError, compose_config, config_dirs, split_head, validate
 from nexus_lightning.head import ActionHead, choose_kind
 from nexus_lightning.memory import (
     estimate,
@@ -59,7 +59,10 @@ def main(arguments: list[str] | None = None) -> int:
     command = commands.add_parser("estimate", help="memory of a configuration, without weights or data")
     command.add_argument("--json", type=Path, help="write the figures there too")
     command.add_argument("overrides", nargs="+", help="as for train.py")
-    options = parser.parse_args(arguments)
+    words, folders = config_dirs(sys.argv[1:] if arguments is None else arguments)
+    options = parser.parse_args(words)
+    if folders and options.command != "estimate":
+        parser.error(f"--config-dir={folders[0]}: {options.command} looks into conf/ alone; estimate takes it")
     torch.set_num_threads(min(torch.get_num_threads(), 2))
     try:
         if options.command == "list":
@@ -67,7 +70,7 @@ def main(arguments: list[str] | None = None) -> int:
         elif options.command == "check":
             figures, failed = _check(options.backbone, options.head)
         else:
-            figures, failed = _estimate(options.overrides), 0
+            figures, failed = _estimate([*options.overrides, *(f"--config-dir={f}" for f in folders)]), 0
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

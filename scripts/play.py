@@ -191,10 +191,12 @@ def check(name: str, tenant: "TenantConfig", schema: "TenantSchema", seed: int) 
 
 
 def main(arguments: list[str] | None = None) -> list[dict[str, Any]]:
-    words = sys.argv[1:] if arguments is None else arguments
+    from nexus_lightning.config import config_dirs, schema_of
+
+    words, folders = config_dirs(sys.argv[1:] if arguments is None else arguments)
     overrides = [word for word in words if word.startswith("tenants.")]
     args = parse([word for word in words if word not in overrides])
-    from nexus_lightning.config import schema_of
+    overrides += [f"--config-dir={folder}" for folder in folders]
     from nexus_lightning.producers.evaluation import save_video
     from nexus_lightning.simulator import ContractError, View, build_simulator, task_configs
 

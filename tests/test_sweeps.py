@@ -92,7 +92,7 @@ def test_every_proposal_is_a_valid_command_line(path, agent):
             ["/usr/bin/env", "torchrun", "--standalone", "--nproc-per-node=2", "train.py"],
         )
         config = composed(command[program + 1 :])
-        assert config.logger["kind"] == "wandb" and config.logger["mode"] == "online"
+        assert config.logger["wandb"]["mode"] == "online"
         assert sweep["metric"]["name"].split("/")[1] in config.tenants
         for name, value in values.items():
             if name.startswith("tenants."):
@@ -107,7 +107,7 @@ def test_a_proposal_trains_and_its_run_goes_on_after_a_resume(agent, tmp_path, m
     """Offline, with the agent's own process and the id it gave; the resumed run continues that id."""
     sweep = yaml.safe_load((ROOT / "conf" / "sweeps" / "toy.yaml").read_text())
     values = samples(sweep)[0] | {
-        "logger.mode": "offline",
+        "logger.wandb.mode": "offline",
         "tenants.toy.eval.episodes": 2,
         "tenants.toy.target_jobs": 1,
         "trainer.enable_progress_bar": False,

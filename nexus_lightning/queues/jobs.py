@@ -1,4 +1,4 @@
-"""Control plane of the training queue: the job descriptor, its state machine and the scheduler.
+"""Control plane of the training queue: the state machine of a job and the scheduler.
 
 A job carries no tensors: they are the partition ``job.partition_id`` of the
 :class:`~nexus_lightning.queues.training.TrainingQueue`.
@@ -11,35 +11,16 @@ import time
 import uuid
 from collections import Counter, OrderedDict
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from enum import StrEnum
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import Any
 
-if TYPE_CHECKING:
-    from nexus_lightning.queues.journal import Journal
+from nexus_lightning.queues.job import TERMINAL, Job, JobState
+from nexus_lightning.queues.journal import Journal
+from nexus_lightning.queues.policy import RECOVERY_JOBS as RECOVERY_JOBS
+from nexus_lightning.queues.policy import FairShare, Policy, Registration
 
 #: Task types that make training jobs. Evaluation is read-only and makes none.
 TASK_TYPES = ("sft", "rl", "offline_rl")
-
-
-class JobState(StrEnum):
-    """States of a training job; see the diagram in :class:`Scheduler`."""
-
-    RESERVED = "reserved"
-    NEEDS_ACTOR_FORWARD = "needs_actor_forward"
-    COMPUTING_ACTOR_FORWARD = "computing_actor_forward"
-    NEEDS_ADVANTAGES = "needs_advantages"
-    COMPUTING_ADVANTAGES = "computing_advantages"
-    READY = "ready"
-    LEASED = "leased"
-    COMPLETED = "completed"
-    FAILED = "failed"
-    DROPPED = "dropped"
-
-    @property
-    def terminal(self) -> bool:
-        """True for ``completed``, ``failed`` and ``dropped``: nothing follows."""
-        return self in _TERMINAL
 
 
 #: waiting state -> the state while it is leased. An expired lease goes the other way.
@@ -49,10 +30,6 @@ _LEASED_AS = {
     JobState.READY: JobState.LEASED,
 }
 _RETURNS_TO = {leased: waiting for waiting, leased in _LEASED_AS.items()}
-_TERMINAL = (JobState.COMPLETED, JobState.FAILED, JobState.DROPPED)
-
-#: A tenant that is paced gets one more job in flight after so many completed ones in a row without a drop.
-RECOVERY_JOBS = 10
 
 #: Reason of jobs that were in flight when their process died: their tensors went with it.
 INTERRUPTED = "interrupted"
@@ -70,51 +47,6 @@ _MARKABLE: dict[str, dict[JobState, tuple[JobState, ...]]] = {
 }
 
 
-@dataclass
-class Job:
-    """Descriptor of one training job. Callers get copies: the scheduler's own record changes only through its methods.
-
-    Attributes:
-        job_id: never used twice, also not after a resume.
-        policy_key: ``tenant/task#registration``; a tenant that leaves and comes back has another one.
-        partition_id: key of the tensors in the training queue, ``tenant/task/domain/job_id``.
-        sample_count: rows of the partition; unit of fair share.
-        domain: free label (task or environment name).
-        created_seq / ready_seq: global order of reservation / of becoming ready (None before).
-        behavior_policy_version: policy version that acted (RL), else None.
-        max_policy_staleness: largest allowed ``actor version - behavior_policy_version``, None for no bound.
-        producer_role / consumer_role: who fills and who trains it.
-        reason: why it ended, for ``failed`` and ``dropped``.
-        timestamps: state -> time of the last entry into it, in seconds of the scheduler's clock.
-        metadata: JSON-able extras of ``reserve``, ``mark`` and ``complete``; ``lease_expirations`` counts lost leases.
-        lease_id / lease_deadline: the current lease, None when nobody holds the job.
-        expired_lease_id: the lease that expired last, while nobody has leased the job since.
-    """
-
-    job_id: str
-    tenant_id: str
-    task_type: str
-    policy_key: str
-    partition_id: str
-    sample_count: int
-    domain: str
-    schema_signature: str
-    priority: int
-    created_seq: int
-    ready_seq: int | None = None
-    behavior_policy_version: int | None = None
-    max_policy_staleness: int | None = None
-    producer_role: str = "producer"
-    consumer_role: str = "actor"
-    state: JobState = JobState.RESERVED
-    reason: str = ""
-    timestamps: dict[str, float] = field(default_factory=dict)
-    metadata: dict[str, Any] = field(default_factory=dict)
-    lease_id: int | None = None
-    lease_deadline: float | None = None
-    expired_lease_id: int | None = None
-
-
 _NAMES = tuple(state.value for state in JobState)
 
 
@@ -130,42 +62,11 @@ class LeaseLost(RuntimeError):
     """The lease given with the call is not the job's current one: it expired, the job went back. Discard the work."""
 
 
-@dataclass
-class _Registration:
-    """Admission rules, counters and jobs in flight of one registered tenant."""
+@dataclass(kw_only=True)
+class _Registered(Registration):
+    """A registered tenant with what wakes its producers."""
 
-    tenant_id: str
-    task_type: str
-    policy_key: str
-    priority: int
-    max_in_flight: int
-    max_policy_staleness: int | None
-    target_jobs: int | None
-    weight: float
-    share_offset: float
     room: threading.Condition  # of the scheduler's lock; only the tenant's own producers wait on it
-    leased_samples: int = 0
-    #: Fewer jobs in flight since jobs were dropped as stale; None: not paced.
-    window: int | None = None
-    in_time: int = 0  # jobs completed since the window changed
-    version: int | None = None  # newest one that the actor is known to have
-    versions_per_job: int = 1  # how far the last completed job moved it
-    stopped: str = ""
-    ended: Counter[JobState] = field(default_factory=Counter)
-    jobs: dict[str, Job] = field(default_factory=dict)
-
-    @property
-    def share(self) -> float:
-        return self.share_offset + self.leased_samples / self.weight
-
-    @property
-    def bound(self) -> int:
-        """Most jobs in flight. Jobs ahead of a new one raise the actor's version before it is leased: with more of them
-        than the staleness bound allows it could only be dropped, so admission is paced instead."""
-        if self.max_policy_staleness is None:
-            return self.max_in_flight
-        foreseen = min(self.max_in_flight, self.max_policy_staleness // self.versions_per_job + 1)
-        return foreseen if self.window is None else min(foreseen, self.window)
 
     def too_old(self, behavior_policy_version: int | None) -> bool:
         """A job that acted with this version would be stale by the time the jobs in flight are trained."""
@@ -174,42 +75,22 @@ class _Registration:
         ahead = len(self.jobs) * self.versions_per_job
         return self.version - behavior_policy_version + ahead > self.max_policy_staleness
 
-    def slow_down(self) -> None:
-        """Jobs were dropped as stale, which nobody foresaw (versions that came from elsewhere): half as many from now.
-
-        Additive increase, multiplicative decrease, as congestion control does it (Chiu and Jain 1989).
-        """
-        self.window, self.in_time = max(1, self.bound // 2), 0
-
-    def recover(self) -> None:
-        """A job was completed in time."""
-        if self.window is None:
-            return
-        self.in_time += 1
-        if self.in_time == RECOVERY_JOBS:
-            self.window, self.in_time = self.window + 1, 0
-        if self.window >= self.max_in_flight:
-            self.window, self.in_time = None, 0
-
-    @property
-    def wants_more(self) -> bool:
-        return not self.stopped and (self.target_jobs is None or self.ended[JobState.COMPLETED] < self.target_jobs)
-
     def counters(self) -> dict[str, Any]:
         """JSON-able; samples of unfinished leases are in ``leased_samples``."""
         return {
             "ended": {state.value: count for state, count in self.ended.items()},
             "leased_samples": self.leased_samples,
             "share_offset": self.share_offset,
-            "window": self.window,
-            "in_time": self.in_time,
+            "notes": dict(self.notes),
         }
 
     def restore(self, counters: dict[str, Any]) -> None:
         self.ended = Counter({JobState(key): count for key, count in counters["ended"].items()})
         self.leased_samples = counters["leased_samples"]
         self.share_offset = counters["share_offset"]
-        self.window, self.in_time = counters.get("window"), counters.get("in_time", 0)
+        # before there were policies, a paced tenant's window stood among the counters
+        pace = {key: counters[key] for key in ("window", "in_time") if counters.get("window") is not None}
+        self.notes = dict(counters.get("notes", pace))
 
 
 class Scheduler:
@@ -237,15 +118,13 @@ class Scheduler:
     Who owns what: the producer owns RESERVED and the first ``mark``; whoever holds a lease owns COMPUTING_* and LEASED
     until its deadline; the scheduler owns the waiting states. Ended jobs never change again.
 
-    Bounds: a tenant has at most ``max_in_flight`` jobs that are not ended, and never more than
-    ``max_policy_staleness // v + 1``, v the versions that its last job added: a job with more of its own tenant's jobs
-    ahead of it could only be dropped. For the same reason a job that acted with a version which the actor has left
-    behind is not admitted. With ``target_jobs`` set, completed plus in flight jobs never exceed it.
-    Pace: when jobs are dropped as stale all the same, the tenant's bound is halved (to 1 at least); each
-    ``RECOVERY_JOBS`` completed jobs without a drop raise it by one. See :meth:`bound` and :meth:`dropped`.
-    Order: among READY jobs of the highest priority, the tenant with the least leased samples / weight goes first (ties
-    by ``ready_seq``); inside a tenant always ``ready_seq``. A tenant that joins late starts at the least share of the
-    others, so it does not crowd them out. An expired lease gives its samples back.
+    Bounds: a tenant has at most ``max_in_flight`` jobs that are not ended, and no more than its policy's bound. A job
+    that acted with a version which the actor has left so far behind that it could only be dropped is not admitted. With
+    ``target_jobs`` set, completed plus in flight jobs never exceed it.
+    Order and pace: the :class:`~nexus_lightning.queues.policy.Policy` says which tenant's job goes first and how many
+    jobs of a tenant may be in flight; by default :class:`~nexus_lightning.queues.policy.FairShare`. Inside a tenant it
+    is always ``ready_seq``. A tenant that joins late starts at the least share of the others, so it does not crowd them
+    out. An expired lease gives its samples back. See :meth:`bound` and :meth:`dropped`.
     Staleness: ``lease_next`` drops a READY job when ``actor version - behavior_policy_version > max_policy_staleness``.
     Blocks: ``lease_next`` and ``wait_for_ready`` (nothing ready) and ``wait_for_room`` (no admission), all with a
     timeout. Nothing else blocks.
@@ -269,6 +148,7 @@ class Scheduler:
         clock: seconds, monotonic.
         history: how many ended jobs are remembered by :meth:`get` and :attr:`history`; counters are never forgotten.
         journal: where transitions are kept; None keeps them in memory alone.
+        policy: order and pace; None: :class:`~nexus_lightning.queues.policy.FairShare`.
 
     Example:
         >>> cleared = []
@@ -293,12 +173,14 @@ class Scheduler:
         clock: Callable[[], float] = time.monotonic,
         history: int = 10_000,
         journal: Journal | None = None,
+        policy: Policy | None = None,
     ) -> None:
         self.on_terminal = on_terminal
+        self.policy = FairShare() if policy is None else policy
         self._clock = clock
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)  # a job became ready, or the scheduler was closed
-        self._tenants: dict[str, _Registration] = {}
+        self._tenants: dict[str, _Registered] = {}
         self._jobs: dict[str, Job] = {}
         #: waiting state -> tenant -> job id -> job; READY in order of ready_seq. Who looks for work looks only here.
         self._waiting: dict[JobState, dict[str, dict[str, Job]]] = {state: {} for state in _LEASED_AS}
@@ -365,9 +247,9 @@ class Scheduler:
                 raise ValueError(
                     f"tenant {tenant_id!r} is registered already: unregister it first or choose another name"
                 )
-            tenant = self._tenants[tenant_id] = _Registration(
-                tenant_id,
-                task_type,
+            tenant = self._tenants[tenant_id] = _Registered(
+                tenant_id=tenant_id,
+                task_type=task_type,
                 policy_key=f"{tenant_id}/{task_type}#{self._next('registration')}",
                 priority=priority,
                 max_in_flight=max_in_flight,
@@ -555,7 +437,7 @@ class Scheduler:
                 self._return_expired(self._clock())
                 first, stale = self._next_ready(actor_versions, where)
                 for tenant_id in {job.tenant_id for job in stale}:
-                    self._tenants[tenant_id].slow_down()
+                    self.policy.on_drop(self._tenants[tenant_id])
                 dropped = [self._end(job, JobState.DROPPED, "policy_stale") for job in stale]
                 if not dropped and first is not None:
                     return self._lease(first, deadline_s)
@@ -623,7 +505,7 @@ class Scheduler:
                 if tenant.version is not None:
                     tenant.versions_per_job = max(1, version - tenant.version)
                 tenant.version = version
-            tenant.recover()
+            self.policy.on_complete(tenant)
             ended = self._end(job, JobState.COMPLETED, "")
         self._announce([ended])
         return ended
@@ -701,9 +583,10 @@ class Scheduler:
             return len(self._tenant(tenant_id).jobs)
 
     def bound(self, tenant_id: str) -> int:
-        """How many jobs of a tenant may be in flight now (see Bounds and Pace)."""
+        """How many jobs of a tenant may be in flight now (see Bounds and Order)."""
         with self._changed:
-            return self._tenant(tenant_id).bound
+            tenant = self._tenant(tenant_id)
+            return min(tenant.max_in_flight, self.policy.bound(tenant))
 
     def dropped(self, tenant_id: str) -> int:
         """Dropped jobs of a tenant."""
@@ -792,7 +675,7 @@ class Scheduler:
         self._seq[name] += 1
         return self._seq[name]
 
-    def _tenant(self, tenant_id: str) -> _Registration:
+    def _tenant(self, tenant_id: str) -> _Registered:
         if tenant_id not in self._tenants:
             known = ", ".join(self._tenants) or "none"
             raise ValueError(f"tenant {tenant_id!r} is not registered (registered: {known}): call register() first")
@@ -801,12 +684,14 @@ class Scheduler:
     def _open(self, tenant_id: str) -> bool:
         return not self._closed and tenant_id in self._tenants and self._tenants[tenant_id].wants_more
 
-    def _has_room(self, tenant: _Registration) -> bool:
+    def _has_room(self, tenant: _Registered) -> bool:
         if not self._open(tenant.tenant_id):
             return False
         in_flight = len(tenant.jobs)
-        covered = tenant.target_jobs is not None and tenant.ended[JobState.COMPLETED] + in_flight >= tenant.target_jobs
-        return in_flight < tenant.bound and not covered
+        if in_flight >= tenant.max_in_flight or in_flight >= self.policy.bound(tenant):
+            return False
+        target = tenant.target_jobs
+        return target is None or tenant.ended[JobState.COMPLETED] + in_flight < target
 
     def _job(self, job_id: str, lease_id: int | None) -> Job:
         job = self._jobs.get(job_id) or self._ended.get(job_id)
@@ -823,8 +708,8 @@ class Scheduler:
     def _next_ready(
         self, actor_versions: dict[str, int], where: Callable[[Job], bool] | None
     ) -> tuple[Job | None, list[Job]]:
-        """The READY job to lease and all stale ones. Priority is the tenant's, so its oldest job stands for it."""
-        first, first_order, stale = None, None, []
+        """The READY job to lease and all stale ones. A policy orders tenants: the oldest job of each stands for it."""
+        first, first_order, stale, order_of = None, None, [], self.policy.order
         for tenant_id, jobs in self._waiting[JobState.READY].items():
             version = actor_versions.get(tenant_id)
             if version is None:
@@ -842,7 +727,7 @@ class Scheduler:
                     if not bounded:  # nothing behind it can be stale
                         break
             if oldest is not None:
-                order = (-tenant.priority, tenant.share, oldest.ready_seq)
+                order = order_of(tenant, oldest)
                 if first_order is None or order < first_order:
                     first, first_order = oldest, order
         return first, stale
@@ -853,7 +738,9 @@ class Scheduler:
         job.lease_deadline = self._clock() + deadline_s
         self._first_deadline = min(self._first_deadline, job.lease_deadline)
         if job.state == JobState.READY:
-            self._tenants[job.tenant_id].leased_samples += job.sample_count
+            tenant = self._tenants[job.tenant_id]
+            tenant.leased_samples += job.sample_count
+            self.policy.on_lease(tenant, job)
         self._enter(job, _LEASED_AS[job.state])
         return _copy(job)
 
@@ -892,7 +779,7 @@ class Scheduler:
         if state in self._waiting:
             self._waiting[state].setdefault(job.tenant_id, {})[job.job_id] = job
             self._changed.notify_all()
-        elif state in _TERMINAL:
+        elif state in TERMINAL:
             del self._jobs[job.job_id], tenant.jobs[job.job_id]
             tenant.ended[state] += 1
             tenant.room.notify_all()
@@ -911,7 +798,7 @@ class Scheduler:
         while len(self._ended) > self._history:
             self._ended.popitem(last=False)
 
-    def _write(self, tenant: _Registration, job: Job | None = None) -> None:
+    def _write(self, tenant: _Registered, job: Job | None = None) -> None:
         if self._journal is not None:
             self._journal.write(tenant.tenant_id, tenant.counters(), self._seq, job)
 

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from nexus_lightning.queues.jobs import Job, JobState
+from nexus_lightning.queues.job import Job, JobState
 
 #: Of the tables; another one's file is refused.
 FORMAT = 1

@@ -11,6 +11,8 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, TypeVar
 
+from hydra.utils import instantiate
+
 from nexus_lightning.backbone import Backbone
 from nexus_lightning.config import ConfigError, NexusConfig
 from nexus_lightning.features.store import FeatureStore
@@ -50,7 +52,6 @@ class Runtime:
         resident: of the services: the run waits for work until it is asked to stop, and may start with no tenant.
         on_metrics: gets every row of metrics and the job index.
         on_workload: told when a tenant's workload may be over.
-        on_join: told of a tenant that has joined the living run.
 
     Attributes:
         backbone: whole, what rollouts, evaluations and readers run; beside an actor with shards it is a copy.
@@ -70,7 +71,6 @@ class Runtime:
         resident: bool = False,
         on_metrics: Callable[[dict[str, float], int], object] = lambda metrics, step: None,
         on_workload: Callable[[str], object] = lambda tenant: None,
-        on_join: Callable[[str], object] = lambda tenant: None,
     ) -> None:
         ray = config.placement.ray
         if resident and ray is not None:  # nobody has joined the cluster, and replicas do not learn of new tenants
@@ -82,7 +82,8 @@ class Runtime:
         self.events = EventLog(run_dir / "events.jsonl" if first else None)
         self.queue = TrainingQueue(max_bytes_per_tenant=int(config.queues.training.max_gb_per_tenant * 1e9))
         self.journal = Journal(run_dir / "jobs.sqlite") if config.queues.training.journal and first else None
-        self.scheduler = Scheduler(on_terminal=self._clear, journal=self.journal)
+        policy = instantiate(config.queues.training.policy)
+        self.scheduler = Scheduler(on_terminal=self._clear, journal=self.journal, policy=policy)
         self.served = ServedPolicies(self.backbone)
         self.server = TenantInferenceServer(
             self.served,
@@ -110,9 +111,7 @@ class Runtime:
             admission,
         )
         self.payloads = Payloads(self.shared, self.fingerprint)
-        self.tenancy = Tenancy(
-            self.shared, module, self.slots, self.payloads, on_metrics, on_workload, on_join, resident
-        )
+        self.tenancy = Tenancy(self.shared, module, self.slots, self.payloads, on_metrics, on_workload, resident)
         self.schedule = Schedule(self.tenancy, self.shared, module.actor_forward, resident)
         self.orders = Orders(self.tenancy, self.shared, self._only_shards)
         self.tick = Tick(self.ranks, self.schedule, self.orders, self.mailbox)

@@ -47,7 +47,6 @@ class Tenancy:
         payloads: where they are saved.
         on_metrics: gets every row of metrics and the job index.
         on_workload: told when :meth:`workload_over` may have become true of a tenant.
-        on_join: told of a tenant that has joined (a logger gives it its axis).
         resident: the run outlives a full disk.
 
     Attributes:
@@ -64,10 +63,9 @@ class Tenancy:
         payloads: Payloads,
         on_metrics: Callable[[dict[str, float], int], object],
         on_workload: Callable[[str], object],
-        on_join: Callable[[str], object] = lambda tenant: None,
         resident: bool = False,
     ) -> None:
-        self.on_join, self.resident = on_join, resident
+        self.resident = resident
         self.shared, self.actor, self.slots, self.payloads = shared, actor, slots, payloads
         self.on_metrics, self.on_workload = on_metrics, on_workload
         self.members: dict[str, Member] = {}
@@ -105,7 +103,6 @@ class Tenancy:
             self.leave(name)
             raise
         self.shared.events.point("join", name)
-        self.on_join(name)
 
     def leave(self, name: str) -> None:
         """A tenant without a workload leaves; nothing of it stays in memory (spans in the event log do)."""

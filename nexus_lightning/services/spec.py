@@ -128,7 +128,6 @@ class ServeConfig:
             feature_store=self.feature_store,
             placement=self.placement,
             trainer=self.trainer,
-            logger={"kind": "none"},
             seed=self.seed,
             run_name=self.run_name,
             output_dir=self.output_dir,
