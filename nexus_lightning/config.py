@@ -427,7 +427,7 @@ def hydra_overrides(overrides: list[str]) -> list[str]:
 
 def _in_mapping(override: str) -> bool:
     """Whether it sets a mapping, or a key in one, whose keys the schema does not know."""
-    key, equals, _ = override.partition("=")
+    key, equals, value = override.partition("=")
     node: type | None = NexusConfig
     parts = key.split(".") if equals else []
     while parts and node is not None:
@@ -436,7 +436,7 @@ def _in_mapping(override: str) -> bool:
             return False
         node, by_name = each
         if by_name and node is None:
-            return True
+            return bool(parts) or value.lstrip().startswith("{")  # else a group's option is chosen: logger=csv
         if by_name and parts:  # tenants: which there are, the config groups say
             parts.pop(0)
     return False
