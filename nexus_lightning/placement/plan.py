@@ -27,6 +27,7 @@ import torch
 from nexus_lightning.config import ConfigError, NexusConfig, TenantConfig
 from nexus_lightning.memory import estimate, gigabytes
 from nexus_lightning.monitoring.banner import text_table
+from nexus_lightning.objectives.base import algorithm_class
 from nexus_lightning.placement.sharding import needs_whole_backbone
 
 #: Share of a device's memory that ``auto`` fills: activations, the allocator's gaps and the CUDA context need the rest.
@@ -431,7 +432,7 @@ def environment_ranks(config: NexusConfig, name: str, tenant: TenantConfig, worl
 
 
 def _group_size(tenant: TenantConfig) -> int:
-    return 1 if tenant.algorithm is None else tenant.algorithm.group_size or 1
+    return algorithm_class(tenant.algorithm).group_size(tenant.algorithm) if tenant.task == "rl" else 1
 
 
 def _share_problems(config: NexusConfig, environments: dict[str, tuple[int, ...]]) -> list[str]:

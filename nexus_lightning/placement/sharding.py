@@ -29,6 +29,8 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from nexus_lightning.backbone import Backbone
 from nexus_lightning.config import BackbonePlacement, NexusConfig, split_head
+from nexus_lightning.objectives import algorithm_of
+from nexus_lightning.objectives.base import algorithm_class
 
 if TYPE_CHECKING:
     from nexus_lightning.head import ActionHead
@@ -57,10 +59,15 @@ def sharding_problems(config: NexusConfig, plan: Plan) -> list[str]:
         where = f"tenants.{name}: placement.heads.shard={plan.heads_shard}"
         if tenant.head.get("ema_decay") is not None:
             problems.append(f"{where}: head.ema_decay averages whole weights after every step; set it to null")
-        if tenant.algorithm is not None and tenant.algorithm.proximal:
+        settings = algorithm_of(tenant)
+        algorithm = algorithm_class(settings)
+        if tenant.task == "rl" and algorithm.waits_for_actor(settings):
             problems.append(f"{where}: algorithm.proximal runs the head outside the steps; set it to false")
-        if tenant.algorithm is not None and tenant.algorithm.name == "iql":
-            problems.append(f"{where}: algorithm.name=iql has Q networks beside the head; use awr")
+        if algorithm.has_networks():
+            problems.append(
+                f"{where}: algorithm {algorithm.__name__} has networks beside the head, which are not sharded; choose "
+                "another algorithm"
+            )
         if tenant.task == "rl" and name in plan.environments and len(plan.environments[name]) < plan.world_size:
             problems.append(
                 f"{where}: every rank must run the head, so every rank needs simulators of it; remove "

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, fields
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, cast
 
@@ -14,9 +14,10 @@ from torch import Tensor
 from torchvision.transforms.v2 import functional
 
 from nexus_lightning.backbone import Backbone, FeatureSpec, VLAFeature, concatenate_features, sharing_key
-from nexus_lightning.config import AlgorithmConfig, AugmentationConfig, ConfigError, DatasetConfig
+from nexus_lightning.config import AugmentationConfig, ConfigError, DatasetConfig
 from nexus_lightning.conventions import DatasetConverter
 from nexus_lightning.features.store import FeatureEntry, FeatureStore, StoreKey, dataset_revision
+from nexus_lightning.objectives.base import AlgorithmSettings, algorithm_class
 from nexus_lightning.producers.base import Producer
 from nexus_lightning.queues.jobs import JobState, Scheduler
 from nexus_lightning.queues.training import TrainingQueue
@@ -129,8 +130,8 @@ class DemonstrationReader:
         spec: what the tenant's head reads.
         store: where features are kept, or None.
         passes: counts observations and encoded rows.
-        algorithm: of offline RL: batches then hold ``return_to_go`` ``[n, 1]`` (awr), or ``reward``, ``discount``,
-            ``taken`` of :func:`transitions` and ``next_features``, ``next_state`` (iql; needs a store).
+        algorithm: settings, of offline RL: batches then hold the columns of its objective, and with ``next_row``
+            among them also ``next_features`` and ``next_state`` (needs a store).
     """
 
     def __init__(
@@ -142,7 +143,7 @@ class DemonstrationReader:
         spec: FeatureSpec,
         store: FeatureStore | None,
         passes: PassCounter | None = None,
-        algorithm: AlgorithmConfig | None = None,
+        algorithm: AlgorithmSettings | None = None,
     ) -> None:
         self.dataset, self.config, self.schema, self.backbone, self.spec = dataset, config, schema, backbone, spec
         self.converter = DatasetConverter(schema, config.conventions)
@@ -151,13 +152,12 @@ class DemonstrationReader:
         self.passes = PassCounter() if passes is None else passes
         self.table = low_dim_table(dataset, schema, self.converter)
         self.next_row: Tensor | None = None
-        if algorithm is not None and algorithm.name == "awr":
-            self.table["return_to_go"] = returns_to_go(dataset, algorithm.gamma)
-        elif algorithm is not None:
-            assert algorithm.name == "iql" and store is not None, "validated with the config"
-            steps = transitions(dataset, algorithm.gamma, schema.execute)
-            self.next_row = steps.pop("next_row")
-            self.table.update(steps)
+        if algorithm is not None:
+            columns = algorithm_class(algorithm).columns(RecordedFrames(dataset, schema.execute), algorithm)
+            if "next_row" in columns.keys():
+                assert store is not None, "validated with the config"
+                self.next_row = cast(Tensor, columns.pop("next_row"))
+            self.table.update(columns)
         vectors = ["observation.state", "action"]
         reward = [] if algorithm is None else [k for k in REWARD_COLUMNS if k in dataset.hf_dataset.column_names][:1]
         #: Why these data cannot be trained on. Raised by the first read: that takes out this tenant alone.
@@ -336,6 +336,22 @@ REWARD_COLUMNS = ("next.reward", "next.success")
 END_COLUMNS = ("next.terminated", "next.success")
 
 
+@dataclass
+class RecordedFrames:
+    """See :class:`~nexus_lightning.objectives.base.Recorded`."""
+
+    dataset: Any
+    execute: int
+
+    def returns_to_go(self, gamma: float) -> Tensor:
+        """See :func:`returns_to_go`."""
+        return returns_to_go(self.dataset, gamma)
+
+    def transitions(self, gamma: float) -> TensorDict:
+        """See :func:`transitions`."""
+        return transitions(self.dataset, gamma, self.execute)
+
+
 def returns_to_go(dataset: Any, gamma: float) -> Tensor:
     """Discounted reward from every frame to the end of its episode, float32 ``[N, 1]``.
 
@@ -353,7 +369,7 @@ def returns_to_go(dataset: Any, gamma: float) -> Tensor:
 
 
 def transitions(dataset: Any, gamma: float, steps: int) -> TensorDict:
-    """Every frame with the ``steps`` actions from it on as one decision (iql).
+    """Every frame with the ``steps`` actions from it on as one decision.
 
     ::
 
