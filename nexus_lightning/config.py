@@ -21,21 +21,33 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, is_dataclass
 from pathlib import Path
-from typing import Any, get_args, get_origin, get_type_hints
+from typing import Any, cast, get_args, get_origin, get_type_hints
 
 import torch
 from hydra import compose, initialize_config_dir
 from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException, MissingConfigException
 from hydra.utils import get_class
-from omegaconf import MISSING, DictConfig, OmegaConf
+from omegaconf import MISSING, DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
 from nexus_lightning.backbone import Backbone
 from nexus_lightning.bounds import bounds_problems
 from nexus_lightning.conventions import DatasetConventions, DatasetConverter
+from nexus_lightning.dataset import (
+    END_COLUMNS,
+    REWARD_COLUMNS,
+    STATISTICS,
+    about,
+    check_episodes,
+    chosen_episodes,
+    dataset_problems,
+    lerobot_home,
+    named_root,
+)
 from nexus_lightning.demonstrations import RECORD_FILE, describe_recording
 from nexus_lightning.head import ActionHead, choose_kind
 from nexus_lightning.objectives import algorithm_of, default_algorithm, shipped
@@ -88,6 +100,7 @@ class SchemaConfig:
     execute: int = MISSING
     cameras: list[str] = field(default_factory=list)
     image_size: int = 128
+    image_fit: str = "pad"
     image_orientation: str = "upright"
     control_hz: float = 20.0
     action_convention: str = "delta"
@@ -126,14 +139,28 @@ class AugmentationConfig:
 
 
 @dataclass
+class RenameConfig:
+    """Which key of the dataset is what, where it differs from LeRobot's."""
+
+    state: Any = "observation.state"  # or a list, joined in this order
+    action: str = "action"
+    cameras: dict[str, str] = field(default_factory=dict)  # schema camera -> key; else observation.images.<camera>
+    instruction: str = "task"  # LeRobot's tasks | a column of texts, or of numbers of LeRobot's tasks
+    reward: str | None = None  # of offline RL; null: next.reward, or 1 at next.success
+
+
+@dataclass
 class DatasetConfig:
     """A LeRobotDataset v3: a hub name, a local folder, or one recorded on first use."""
 
     repo_id: str = MISSING
     root: str | None = None  # local folder; null: the hub cache, or <data_dir>/demos/... when `record` is set
     record: RecordConfig | None = None
-    episodes: int | None = None  # only the first n, whose statistics then normalise
-    camera_keys: dict[str, str] = field(default_factory=dict)  # schema camera -> dataset key, where they differ
+    episodes: Any = None  # the first n, or a list such as [0, 3, 10-49]; their statistics then normalise. null: all
+    exclude: list[Any] = field(default_factory=list)  # episodes to leave out, as such a list
+    rename: RenameConfig = field(default_factory=RenameConfig)
+    statistics: str = "stored"  # of a whole dataset: LeRobot's stored ones | frames: computed here
+    tolerance_s: float = 1e-4  # how far a timestamp may lie beside its video frame
     conventions: DatasetConventions = field(default_factory=DatasetConventions)  # where they differ from the schema's
     batch_size: int = 64  # samples per optimizer step
     batches_per_job: int = 8  # optimizer steps per training job
@@ -322,18 +349,28 @@ def register_configs() -> None:
     ConfigStore.instance().store(name="nexus_config", node=NexusConfig)
 
 
-def head_overrides(overrides: list[str]) -> list[str]:
-    """``tenants.<t>.head=<name>`` replaces a tenant's whole head; ``tenants.<t>.head.<key>=...`` adjusts the new one.
+#: What OmegaConf raises at an override of a part of null.
+NULL_ERRORS = (AttributeError, AssertionError)
+#: Where :func:`optional_overrides` puts what Hydra cannot set in a node that is null.
+OPTIONAL = "_optional_"
 
+
+def hydra_overrides(overrides: list[str]) -> list[str]:
+    """Overrides as a user writes them -> as Hydra takes them.
+
+    ``tenants.<t>.head=<name>`` replaces a tenant's whole head; ``tenants.<t>.head.<key>=...`` adjusts the new one.
     Hydra would merge the named head into the tenant's own, or refuse the second override; so both go under a marker
     that :func:`to_config` resolves. The same holds of ``tenants.<t>.algorithm=<name>`` (or ``.algorithm.name=<name>``),
-    a file of the group ``algorithm`` anywhere on Hydra's search path.
+    a file of the group ``algorithm`` anywhere on Hydra's search path. Keys of a mapping (``dataset.rename.cameras``,
+    ``placement.environments`` ...) may be new ones; Hydra asks for a plus before those.
 
     Example:
-        >>> head_overrides(["tenants.a.head=mlp", "tenants.a.head.lr=0.1", "tenants.b.head.lr=0.2"])
+        >>> hydra_overrides(["tenants.a.head=mlp", "tenants.a.head.lr=0.1", "tenants.b.head.lr=0.2"])
         ['++tenants.a.head._new_.name=mlp', '++tenants.a.head._new_.lr=0.1', 'tenants.b.head.lr=0.2']
-        >>> head_overrides(["tenants.a.algorithm=grpo", "tenants.a.algorithm.epochs=1"])
+        >>> hydra_overrides(["tenants.a.algorithm=grpo", "tenants.a.algorithm.epochs=1"])
         ['+algorithm@tenants.a.algorithm._new_=grpo', '++tenants.a.algorithm._new_.epochs=1']
+        >>> hydra_overrides(["tenants.a.dataset.rename.cameras.top=observation.image", "seed=1"])
+        ['++tenants.a.dataset.rename.cameras.top=observation.image', 'seed=1']
     """
     by_name = re.compile(r"\+{0,2}tenants\.([^.=]+)\.head=([\w,]+)")
     named = {match[1] for match in map(by_name.fullmatch, overrides) if match and match[2] != "null"}
@@ -345,7 +382,7 @@ def head_overrides(overrides: list[str]) -> list[str]:
         elif key and key[1] in named:
             out.append(f"++tenants.{key[1]}.head._new_.{key[2]}")
         else:
-            out.append(override)
+            out.append(f"++{override}" if _in_mapping(override) else override)
     return _algorithm_overrides(out)
 
 
@@ -364,6 +401,58 @@ def _algorithm_overrides(overrides: list[str]) -> list[str]:
     return out
 
 
+def _in_mapping(override: str) -> bool:
+    """Whether it sets a mapping, or a key in one, whose keys the schema does not know."""
+    key, equals, _ = override.partition("=")
+    node: type | None = NexusConfig
+    parts = key.split(".") if equals else []
+    while parts and node is not None:
+        each = _hints(node).get(parts.pop(0))
+        if each is None:
+            return False
+        node, by_name = each
+        if by_name and node is None:
+            return True
+        if by_name and parts:  # tenants: which there are, the config groups say
+            parts.pop(0)
+    return False
+
+
+def optional_overrides(conf_dir: Path, overrides: Sequence[str]) -> list[str]:
+    """Overrides of what is null by default (``tenants.a.dataset.augmentation={views: 3}``, ``placement.ray.address``)
+    where :func:`to_config` finds them: Hydra sets nothing inside null. The others as they are.
+
+    Raises:
+        HydraException: the config groups cannot be composed.
+    """
+    parsed = OverridesParser.create().parse_overrides([*overrides])
+    values, settings = _compose_groups(conf_dir, parsed)
+    out = [each.input_line or "" for each in parsed]
+    for place, each in enumerate(parsed):
+        if each in settings and not each.is_delete() and _through_null(values, each):
+            out[place] = f"++{OPTIONAL}.{out[place].lstrip('+')}"
+    return out
+
+
+def _through_null(values: Any, override: Override) -> bool:
+    hints: type | None = NexusConfig
+    *parents, last = override.key_or_group.split(".")
+    whole = not override.is_sweep_override() and not isinstance(override.value(), dict)
+    for part in parents if whole else [*parents, last]:
+        if not isinstance(values, Mapping) or hints is None:
+            return False
+        if part in _hints(hints):
+            hints, by_name = _hints(hints)[part]
+            values = values.get(part)
+            if by_name and hints is not None:
+                continue
+        else:  # the name of a tenant
+            values = values.get(part)
+        if values is None:
+            return hints is not None
+    return False
+
+
 def compose_config(conf_dir: Path, overrides: Sequence[str]) -> NexusConfig:
     """What ``train.py`` makes of these overrides, for programs that are not Hydra applications themselves.
 
@@ -372,9 +461,16 @@ def compose_config(conf_dir: Path, overrides: Sequence[str]) -> NexusConfig:
         ConfigError: see :func:`to_config`.
     """
     register_configs()
-    overrides = head_overrides([*overrides])
-    with initialize_config_dir(str(conf_dir), version_base="1.3"):
-        cfg = compose("config", overrides=overrides)
+    overrides = hydra_overrides([*overrides])
+
+    def composed(overrides: Sequence[str]) -> DictConfig:
+        with initialize_config_dir(str(conf_dir), version_base="1.3"):
+            return compose("config", overrides=[*overrides])
+
+    try:
+        cfg = composed(overrides)
+    except NULL_ERRORS:
+        cfg = composed(optional_overrides(conf_dir, overrides))
     return to_config(cfg, conf_dir / "head", overrides)
 
 
@@ -410,25 +506,13 @@ def override_problems(conf_dir: Path, overrides: Sequence[str]) -> list[str]:
     Raises:
         HydraException: the groups themselves, or the words of an override, cannot be read.
     """
-    overrides = head_overrides([*overrides])
+    overrides = hydra_overrides([*overrides])
     parsed = OverridesParser.create().parse_overrides(overrides)
     if any(each.is_sweep_override() for each in parsed):
         return []  # of which trial?
     schema = OmegaConf.structured(NexusConfig)
-    ConfigStore.instance().store(name="nexus_config", node=OmegaConf.create(OmegaConf.to_container(schema)))
-    try:
-        with initialize_config_dir(str(conf_dir), version_base="1.3"):
-            options = GlobalHydra.instance().config_loader().get_group_options
-            settings = [
-                each
-                for each in parsed
-                if not (each.is_delete() or each.package or each.key_or_group.startswith("hydra."))
-                and not options(each.key_or_group)
-            ]
-            cfg = compose("config", overrides=[each.input_line or "" for each in parsed if each not in settings])
-    finally:
-        register_configs()
-    known, problems = known_keys(OmegaConf.to_container(cfg), NexusConfig)
+    composed, settings = _compose_groups(conf_dir, parsed)
+    known, problems = known_keys(composed, NexusConfig)
     try:
         values = OmegaConf.to_container(OmegaConf.merge(schema, known))
         problems += [problem for each in settings if (problem := _put(values, each.key_or_group, each.value()))]
@@ -444,6 +528,25 @@ def override_problems(conf_dir: Path, overrides: Sequence[str]) -> list[str]:
     return problems
 
 
+def _compose_groups(conf_dir: Path, overrides: Sequence[Override]) -> tuple[Any, list[Override]]:
+    """What the config groups alone give, merged without the schema, and the overrides that set values in it."""
+    plain = OmegaConf.create(OmegaConf.to_container(OmegaConf.structured(NexusConfig)))
+    ConfigStore.instance().store(name="nexus_config", node=plain)
+    try:
+        with initialize_config_dir(str(conf_dir), version_base="1.3"):
+            options = GlobalHydra.instance().config_loader().get_group_options
+            settings = [
+                each
+                for each in overrides
+                if not (each.is_delete() or each.package or each.key_or_group.startswith("hydra."))
+                and not options(each.key_or_group)
+            ]
+            cfg = compose("config", overrides=[each.input_line or "" for each in overrides if each not in settings])
+    finally:
+        register_configs()
+    return OmegaConf.to_container(cfg), settings
+
+
 def _put(values: Any, key: str, value: Any) -> str | None:
     """Set a dotted key, known or not; returns why that cannot be done."""
     *parents, last = key.split(".")
@@ -451,11 +554,11 @@ def _put(values: Any, key: str, value: Any) -> str | None:
         return no_such_key("tenants", f"tenants.{tenant}", {} if parents[1:] else value, list(values["tenants"]))
     node = values
     for depth, parent in enumerate(parents):
-        node = node.setdefault(parent, {})
+        if node.get(parent) is None:
+            node[parent] = {}
+        node = node[parent]
         if not isinstance(node, dict):
-            where = ".".join(parents[: depth + 1])
-            fix = "null here; give it in a YAML file, for example an experiment" if node is None else f"{node!r}"
-            return f"{key}={value!r}: {where} is {fix}"
+            return f"{key}={value!r}: {'.'.join(parents[: depth + 1])} is {node!r}"
     node[last] = value
     return None
 
@@ -463,7 +566,7 @@ def _put(values: Any, key: str, value: Any) -> str | None:
 def to_config(cfg: DictConfig, head_dir: Path | None = None, overrides: Sequence[str] = ()) -> NexusConfig:
     """Composed Hydra config -> typed objects.
 
-    A head given by name (``tenants.libero.head=flow_matching``, see :func:`head_overrides`; in an experiment ``head:
+    A head given by name (``tenants.libero.head=flow_matching``, see :func:`hydra_overrides`; in an experiment ``head:
     {_new_: {name: flow_matching}}``) is read from ``head_dir/<name>.yaml`` in place of the tenant's own. Its keys come
     from there, then from ``_new_``, then from ``overrides``.
 
@@ -478,7 +581,17 @@ def to_config(cfg: DictConfig, head_dir: Path | None = None, overrides: Sequence
             all listed, and with unknown keys everything that :func:`validate` finds in the rest.
     """
     cfg = cfg.copy()
-    _, problems = known_keys(OmegaConf.to_container(cfg), NexusConfig)
+    values = OmegaConf.to_container(cfg)
+    assert isinstance(values, dict)
+    optional, problems = known_keys(values.pop(OPTIONAL, {}), NexusConfig)
+    problems += known_keys(values, NexusConfig)[1]
+    if OPTIONAL in cfg:
+        with open_dict(cfg):
+            del cfg[OPTIONAL]
+        try:
+            cfg = cast(DictConfig, OmegaConf.merge(cfg, optional))
+        except OmegaConfBaseException as error:
+            raise ConfigError([*problems, f"{error.full_key}: {str(error).splitlines()[0]}"]) from error
     unknown = len(problems)
     matches = [re.fullmatch(r"\+{0,2}tenants\.([^.=]+)\.head\.(\w+)(?:\..+)?=.*", o, re.DOTALL) for o in overrides]
     asked = {(match[1], match[2]) for match in matches if match and match[2] != "_new_"}
@@ -679,6 +792,11 @@ def tenant_from_dict(values: Any, key: str) -> TenantConfig:
     Raises:
         ConfigError: see :func:`object_of`.
     """
+    data = values.get("dataset") if isinstance(values, Mapping) else None
+    if isinstance(data, Mapping) and "camera_keys" in data:  # payloads from before there was `rename`
+        data = dict(data)
+        data["rename"] = {"cameras": data.pop("camera_keys")}
+        values = {**values, "dataset": data}
     config, algorithm, problems = None, None, []
     try:
         config = object_of(TenantConfig, values, key)
@@ -998,12 +1116,6 @@ def _environment_problems(key: str, tenant: TenantConfig) -> list[str]:
             f"{key}.environment.simulator.cameras={list(cameras)}: differs from {key}.schema.cameras="
             f"{list(tenant.schema.cameras)}; names and order must agree"
         )
-    size = environment.simulator.get("image_size")
-    if tenant.schema.cameras and size is not None and size != tenant.schema.image_size:
-        problems.append(
-            f"{key}.environment.simulator.image_size={size}: differs from {key}.schema.image_size="
-            f"{tenant.schema.image_size}"
-        )
     return [*problems, *process_problems(key, environment, cls), *_task_problems(key, tenant, cls)]
 
 
@@ -1114,16 +1226,17 @@ def _data_problems(
     problems = []
     if importlib.util.find_spec("lerobot") is None:
         problems.append(f"{key}.dataset: package lerobot is missing; pip install 'lerobot[dataset]>=0.6.1,<0.7'")
-    if dataset.episodes is not None and dataset.episodes < 1:
-        problems.append(f"{key}.dataset.episodes={dataset.episodes}: at least 1, or null for all")
+    try:
+        check_episodes(dataset.episodes, dataset.exclude)
+    except ValueError as error:
+        problems.append(f"{key}.dataset.{error}")
+        return problems
+    problems += _column_problems(f"{key}.dataset", dataset, schema)
     for name in ("batch_size", "batches_per_job"):
         if getattr(dataset, name) < 1:
             problems.append(f"{key}.dataset.{name}={getattr(dataset, name)}: must be at least 1")
     if dataset.augmentation is not None:
         problems += _augmentation_problems(f"{key}.dataset.augmentation", dataset.augmentation)
-    unknown = set(dataset.camera_keys) - set(schema.cameras)
-    if unknown:
-        problems.append(f"{key}.dataset.camera_keys: {sorted(unknown)} are not in {key}.schema.cameras")
     if dataset.record is not None and not 0 <= dataset.record.random_share <= 1:
         problems.append(f"{key}.dataset.record.random_share={dataset.record.random_share}: must lie in [0, 1]")
     if dataset.record is not None and tenant.environment is None:
@@ -1135,8 +1248,7 @@ def _data_problems(
         problems.append(f"{key}.dataset.conventions: a recording has the schema's conventions; remove them")
     root = dataset_root(tenant, config.data_dir)
     if root is None:
-        return problems
-    problems += _episode_problems(key, dataset, root)
+        return problems + _named_problems(key, tenant, schema)
     if (root / "meta" / "info.json").is_file():
         problems += _dataset_problems(key, tenant, schema, root)
     elif dataset.record is None:
@@ -1144,24 +1256,47 @@ def _data_problems(
             f"{key}.dataset.root={root}: no LeRobotDataset there; record one with scripts/collect_demos.py, "
             f"or set {key}.dataset.record, or leave root empty to use the hub name {dataset.repo_id}"
         )
+    else:
+        try:
+            chosen_episodes(dataset.episodes, dataset.exclude, dataset.record.episodes)
+        except ValueError as error:
+            problems.append(f"{key}.dataset.{about(str(error), root)}")
     return problems
 
 
-def _episode_problems(key: str, dataset: DatasetConfig, root: Path) -> list[str]:
-    """More episodes than the folder has, or than will be recorded into it."""
-    if dataset.episodes is None:
-        return []
-    info, there = root / "meta" / "info.json", None
-    if info.is_file():
-        there = json.loads(info.read_text())["total_episodes"]
-    elif dataset.record is not None:
-        there = dataset.record.episodes
-    if there is None or dataset.episodes <= there:
-        return []
-    return [
-        f"{key}.dataset.episodes={dataset.episodes}: dataset {root} has {there}; ask for at most {there}, or null for "
-        "all of them"
-    ]
+def _column_problems(key: str, dataset: DatasetConfig, schema: TenantSchema) -> list[str]:
+    problems, state = [], dataset.rename.state
+    if unknown := sorted(set(dataset.rename.cameras) - set(schema.cameras)):
+        problems.append(f"{key}.rename.cameras: {unknown} are not in schema.cameras={list(schema.cameras)}")
+    keys = [state] if isinstance(state, str) else state
+    if not isinstance(keys, list) or not keys or not all(isinstance(k, str) and k for k in keys):
+        problems.append(f"{key}.rename.state={state!r}: a key of the dataset, or a list of them, is required")
+    if dataset.statistics not in STATISTICS:
+        problems.append(f"{key}.statistics={dataset.statistics}: choose one of {', '.join(STATISTICS)}")
+    if not 0 < dataset.tolerance_s < math.inf:
+        problems.append(f"{key}.tolerance_s={dataset.tolerance_s}: must be a number of seconds above 0")
+    if dataset.record is not None and dataset.rename != RenameConfig():
+        problems.append(f"{key}.rename: a recording has LeRobot's own keys; remove it")
+    return problems
+
+
+def _named_problems(key: str, tenant: TenantConfig, schema: TenantSchema) -> list[str]:
+    """Of a dataset by name: its metadata are fetched when they are not on this machine."""
+    assert tenant.dataset is not None
+    name = tenant.dataset.repo_id
+    root = named_root(name)
+    if root is None:
+        where = f"{key}.dataset.repo_id={name}: no such dataset in {lerobot_home()}"
+        if os.environ.get("HF_HUB_OFFLINE", "0").lower() in ("1", "true", "yes", "on"):
+            return [f"{where}, and HF_HUB_OFFLINE says that the hub is not to be asked; set {key}.dataset.root"]
+        from lerobot.datasets.dataset_metadata import LeRobotDatasetMetadata
+
+        try:
+            root = LeRobotDatasetMetadata(name).root
+        except Exception as error:  # of LeRobot, of the hub and of the network, without a common base
+            reason = (str(error).strip() or repr(error)).splitlines()[0]
+            return [f"{where}, and the hub does not give it ({type(error).__name__}: {reason})"]
+    return _dataset_problems(key, tenant, schema, root, complete=False)
 
 
 def _augmentation_problems(key: str, augmentation: AugmentationConfig) -> list[str]:
@@ -1176,29 +1311,19 @@ def _augmentation_problems(key: str, augmentation: AugmentationConfig) -> list[s
     return problems
 
 
-def _dataset_problems(key: str, tenant: TenantConfig, schema: TenantSchema, root: Path) -> list[str]:
+def _dataset_problems(
+    key: str, tenant: TenantConfig, schema: TenantSchema, root: Path, complete: bool = True
+) -> list[str]:
     assert tenant.dataset is not None
-    features = json.loads((root / "meta" / "info.json").read_text())["features"]
-    problems = []
-    stored = [k.removeprefix("observation.images.") for k in features if k.startswith("observation.images.")]
-    for camera in schema.cameras:
-        wanted = tenant.dataset.camera_keys.get(camera, f"observation.images.{camera}")
-        if wanted not in features:
-            problems.append(
-                f"{key}.schema.cameras={list(schema.cameras)}: dataset {root} has cameras {stored}, not {camera!r}; "
-                f"map it with {key}.dataset.camera_keys.{camera}=<dataset key>"
-            )
-    converter = DatasetConverter(schema, tenant.dataset.conventions)
-    if not converter.problems():
-        for name, dim in (("observation.state", schema.state_dim), ("action", converter.action_dim)):
-            shape = features.get(name, {}).get("shape")
-            if shape is None or list(shape) != [dim]:
-                setting = "state_dim" if name == "observation.state" else "action_dim"
-                through = f", {dim} as {converter.rotation}" if dim != getattr(schema, setting) else ""
-                problems.append(
-                    f"{key}.schema.{setting}={getattr(schema, setting)}{through}: dataset {root} has {name} of shape "
-                    f"{shape}"
-                )
+    if schema.problems():
+        return []
+    converter, needs = DatasetConverter(schema, tenant.dataset.conventions), []
+    if tenant.task == "offline_rl" and isinstance(tenant.algorithm, AlgorithmSettings):
+        reward = tenant.dataset.rename.reward
+        needs.append(REWARD_COLUMNS if reward is None else (reward,))
+        if algorithm_class(tenant.algorithm).needs_ends:
+            needs.append(END_COLUMNS)
+    problems = dataset_problems(key, tenant.dataset, converter, root, complete, needs)
     if (root / RECORD_FILE).is_file():  # recorded by us: it says itself what its conventions are
         recorded = json.loads((root / RECORD_FILE).read_text())["schema"]
         for name in ("action_convention", "rotation", "gripper", "image_orientation"):

@@ -57,7 +57,7 @@ def changed_settings(config: NexusConfig, run_dir: Path, checkpoint: Path) -> li
         old, _ = known_keys(yaml.safe_load(config_file.read_text()), NexusConfig)
         new = {key: value for key, value in asdict(config).items() if key in old and key not in ("tenants", *_LAUNCH)}
         compare("", flat(_plain({key: old[key] for key in new})), flat(_plain(new)), _run_reason)
-    payloads = torch.load(checkpoint, weights_only=True, map_location="cpu")["nexus"]["tenants"]
+    payloads = saved_state(checkpoint)["tenants"]
     for name, tenant in config.tenants.items():
         if name not in payloads:
             continue
@@ -75,6 +75,24 @@ def changed_settings(config: NexusConfig, run_dir: Path, checkpoint: Path) -> li
     if refused:
         raise ConfigError(refused)
     return followed
+
+
+def saved_state(checkpoint: Path) -> dict[str, Any]:
+    """What a run's Lightning checkpoint says of its tenants.
+
+    Raises:
+        ConfigError: the file cannot be read.
+    """
+    try:
+        return torch.load(checkpoint, weights_only=True, map_location="cpu")["nexus"]
+    except Exception as error:  # torch's reader raises whatever a damaged file makes it do
+        reason = f"{type(error).__name__}: {error}".splitlines()[0]
+        raise ConfigError(
+            [
+                f"ckpt_path: {checkpoint} is damaged or not a run's checkpoint ({reason}); start a new run, with "
+                "init_from.path of the tenants' payloads beside it"
+            ]
+        ) from error
 
 
 def flat(config: dict[str, Any], prefix: str = "") -> dict[str, Any]:

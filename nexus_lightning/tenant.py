@@ -27,8 +27,8 @@ from nexus_lightning.config import IDLE, TenantConfig, schema_of, split_head
 from nexus_lightning.head import ActionHead, choose_kind
 from nexus_lightning.objectives import algorithm_of
 from nexus_lightning.objectives.base import Networks, algorithm_class
-from nexus_lightning.placement.sharding import load_whole, shard_like, whole
 from nexus_lightning.schema import NormalizationStats, Normalizer, TenantSchema
+from nexus_lightning.shards import load_whole, shard_like, whole
 
 _registrations = itertools.count()
 

@@ -189,7 +189,7 @@ def test_unknown_keys_of_yaml_files_are_all_told(tmp_path):
     [
         (["tenants.toy.algoritm.gamma=1"], "tenants.toy.algoritm={'gamma': 1}: tenants.toy has no such key; did you"),
         (["tenants.tou.weight=1"], "tenants.tou={}: tenants has no such key; did you mean toy?"),
-        (["tenants.toy.dataset.batch_size=1"], "tenants.toy.dataset is null here; give it in a YAML file"),
+        (["tenants.toy.dataset.batch_size=1"], "tenants.toy.dataset.repo_id: a value is required"),
         (["tenants.toy.target_jobs=many"], "tenants.toy.target_jobs: Value 'many' of type 'str' could not be conv"),
         (["backbone=tinny"], "backbone=tinny: no such backbone; did you mean tiny"),
         (["tenants=[toy,toyy]"], "tenants=toyy: no such tenants; did you mean toy? choose one of libero, maniskill"),

@@ -17,8 +17,7 @@ import yaml
 from nexus_lightning.config import ConfigError, NexusConfig, compose_config, validate
 from nexus_lightning.memory import estimate
 from nexus_lightning.objectives.grpo import GRPO
-from nexus_lightning.placement.plan import Devices, common_devices, resolve
-from nexus_lightning.placement.sharding import rank_problems, sharding_problems
+from nexus_lightning.placement.plan import Devices, common_devices, rank_problems, resolve, sharding_problems
 
 ROOT = Path(__file__).resolve().parent.parent
 GB = 10**9

@@ -230,7 +230,7 @@ def test_a_simulator_that_breaks_its_contract_costs_its_own_tenant_only(toy):
     says = {
         "watched": "reward: nan: expected one finite number",
         "offline": "state_dim=4: the simulator gives float32 (1,), expected float32 (4,)",
-        "rolled": "image_size=32: 'camera' is float32 (3, 32, 32), expected uint8 (3, 32, 32)",
+        "rolled": "image 'camera' is float32 (3, 32, 32), expected uint8 (3, 32, 32), as at the start",
         "recorded": "reward: nan: expected one finite number",
     }
     for name, words in says.items():
@@ -244,20 +244,16 @@ def test_a_simulator_that_breaks_its_contract_costs_its_own_tenant_only(toy):
 
 def test_a_full_disk_ends_a_run_with_its_name_and_what_was_saved_goes_on(toy, monkeypatch):
     whole = train(toy("+tenants=[toy_sft]"))
-    config, write_file, complete = (
-        toy("+tenants=[toy_sft]", "trainer.checkpoint_every_n_jobs=2"),
-        checkpoint._write_file,
-        [],
-    )
+    config, flush, flushed = toy("+tenants=[toy_sft]", "trainer.checkpoint_every_n_jobs=2"), checkpoint.fsync_folder, []
 
-    def write(path, data):
-        if complete:
-            path.write_bytes(data[:10])
+    def flush_once(folder):
+        if flushed:
+            (folder / "head.safetensors").write_bytes(b"half")
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        write_file(path, data)
-        complete.extend([path] if path.name.endswith("latest") else [])
+        flush(folder)
+        flushed.append(folder)
 
-    monkeypatch.setattr(checkpoint, "_write_file", write)
+    monkeypatch.setattr(checkpoint, "fsync_folder", flush_once)
     with pytest.raises(
         OSError, match=r"'toy_sft' version 4 was not saved to .*No space left on device; v00000002 stays"
     ):

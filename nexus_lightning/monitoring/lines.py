@@ -72,7 +72,7 @@ class LineFile:
             while self._waiting:
                 del self._waiting[: os.write(self._descriptor, self._waiting)]
         except OSError as error:
-            if not disk_refuses(error):
+            if self._descriptor is None and not disk_refuses(error):
                 raise
             if self.problem is None:
                 log.error("%s cannot be written: %s; lines wait until it can", self.path, error.strerror)

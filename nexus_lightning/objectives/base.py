@@ -113,6 +113,8 @@ class Objective:
     arrays: ClassVar[tuple[str, ...]] = ()
     #: rl: the rollout brings the critic's values, ``state_value`` and ``bootstrap``.
     needs_critic: ClassVar[bool] = False
+    #: offline_rl: the recording must tell an episode that ended from one that was cut.
+    needs_ends: ClassVar[bool] = False
     #: Observations are encoded once per job (several epochs read them), not minibatch by minibatch.
     encode_whole_job = False
     #: The step normalises the column ``advantage`` over the rows of all ranks.

@@ -94,6 +94,7 @@ class IQL(Objective):
 
     task = "offline_rl"
     settings_class = IQLSettings
+    needs_ends = True
     fields = ("actions", "is_pad", "reward", "discount", "taken", "next_features", "next_state")
     settings: IQLSettings
     critic: ChunkCritic

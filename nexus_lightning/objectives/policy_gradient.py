@@ -140,7 +140,7 @@ def importance_weights(proximal: Tensor, behaviour: Tensor) -> Tensor:
 
 
 def next_values(values: Tensor, done: Tensor, terminated: Tensor, bootstrap: Tensor) -> Tensor:
-    """Critic of the state after each decision ``[N, L, 1]``: what :func:`compute_advantages` wants as next value.
+    """Critic of the state after each decision ``[N, L, 1]``: what :meth:`Objective.advantages` wants as next value.
 
     Args:
         values: of the state before each decision ``[N, L, 1]``.

@@ -17,6 +17,7 @@ from nexus_lightning.features.store import FeatureStore
 from nexus_lightning.inference.policies import ServedPolicies
 from nexus_lightning.inference.replicas import Fleet
 from nexus_lightning.inference.server import TenantInferenceServer
+from nexus_lightning.memory import Admission
 from nexus_lightning.monitoring.events import EventLog
 from nexus_lightning.monitoring.progress import TenantStatus
 from nexus_lightning.objectives.base import algorithm_class
@@ -49,6 +50,7 @@ class Shared:
         run_dir: its folder.
         ranks: who takes part.
         backbone: whole; what rollouts, evaluations and readers run.
+        admission: memory that is left for tenants.
         fleet: replicas of the inference server, which then answer in its place.
     """
 
@@ -63,6 +65,7 @@ class Shared:
     server: TenantInferenceServer
     store: FeatureStore
     mailbox: Mailbox
+    admission: Admission
     fleet: Fleet | None = None
 
     @property

@@ -22,7 +22,6 @@ from nexus_lightning.features.grouping import EncodeRequest, EncodeStats, cut_pa
 from nexus_lightning.features.reuse import PROBE_INSTRUCTION, blank_observation, full_precision
 from nexus_lightning.objectives import algorithm_of
 from nexus_lightning.objectives.base import Objective, RolloutSettings
-from nexus_lightning.placement.sharding import whole
 from nexus_lightning.ranks import Failure, Ranks, agreed_failures
 from nexus_lightning.run.leases import Lease, LeaseGroup, Outcome
 from nexus_lightning.run.update import (
@@ -35,6 +34,7 @@ from nexus_lightning.run.update import (
     gradient_problem,
     trained_parameters,
 )
+from nexus_lightning.shards import whole
 from nexus_lightning.shares import REDUCTIONS, Moments, Share, reduce_metrics
 from nexus_lightning.tenant import NonFiniteGradient, TenantSlot, derive_seed
 

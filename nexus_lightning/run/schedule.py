@@ -55,9 +55,8 @@ class Schedule:
     # -------------------------------------------------------------------------------------------- when it is over
 
     def targets_met(self) -> bool:
-        """Every tenant has done its work."""
-        working = any(member.producers for member in self.tenancy.members.values())
-        return not self.resident and working and self.shared.scheduler.targets_met()
+        """Every tenant has done its work, is out, or has left."""
+        return not self.resident and (not self.tenancy.members or self.shared.scheduler.targets_met())
 
     def must_stop(self) -> bool:
         """Nothing more may be leased, whoever still has work."""

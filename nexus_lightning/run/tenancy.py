@@ -47,11 +47,13 @@ class Tenancy:
         payloads: where they are saved.
         on_metrics: gets every row of metrics and the job index.
         on_workload: told when :meth:`workload_over` may have become true of a tenant.
+        on_join: told of a tenant that has joined (a logger gives it its axis).
         resident: the run outlives a full disk.
 
     Attributes:
         members: tenant -> all that there is of it here.
         job_index: jobs trained by the run so far, the axis of its metrics.
+        joined / left: tenants that have come and gone by an order, for a resumed run.
     """
 
     def __init__(
@@ -62,14 +64,17 @@ class Tenancy:
         payloads: Payloads,
         on_metrics: Callable[[dict[str, float], int], object],
         on_workload: Callable[[str], object],
+        on_join: Callable[[str], object] = lambda tenant: None,
         resident: bool = False,
     ) -> None:
-        self.resident = resident
+        self.on_join, self.resident = on_join, resident
         self.shared, self.actor, self.slots, self.payloads = shared, actor, slots, payloads
         self.on_metrics, self.on_workload = on_metrics, on_workload
         self.members: dict[str, Member] = {}
         self.status = RunStatus()
         self.job_index = 0
+        self.joined: set[str] = set()
+        self.left: set[str] = set()
 
     def enter(self, member: Member) -> None:
         """A member of which the actor has the slot already."""
@@ -79,7 +84,7 @@ class Tenancy:
     # ---------------------------------------------------------------------------------------------- join and leave
 
     def join(self, slot: TenantSlot, payload: Payload | None = None) -> None:
-        """A tenant enters without a workload: what it brings is moved, restored and published. All or nothing.
+        """An admitted tenant enters without a workload: what it brings is moved, restored, published. All or nothing.
 
         Raises:
             ValueError: the name is taken, or the payload is of another schema.
@@ -100,6 +105,7 @@ class Tenancy:
             self.leave(name)
             raise
         self.shared.events.point("join", name)
+        self.on_join(name)
 
     def leave(self, name: str) -> None:
         """A tenant without a workload leaves; nothing of it stays in memory (spans in the event log do)."""
@@ -113,6 +119,7 @@ class Tenancy:
             shared.scheduler.unregister(name)
         for partition in shared.queue.partitions(name):
             shared.queue.clear(partition)
+        shared.admission.release(name)
         self.members.pop(name, None)
         self.status.tenants.pop(name, None)
         shared.events.point("leave", name)

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 
 from nexus_lightning.objectives import algorithm_of
 from nexus_lightning.objectives.base import Objective, algorithm_class
-from nexus_lightning.placement.sharding import local
 from nexus_lightning.ranks import Failure
 from nexus_lightning.run.leases import Lease
+from nexus_lightning.shards import local
 from nexus_lightning.shares import Metric, Minibatch, Moments, RowWeights, Share, rows_of
 from nexus_lightning.tenant import NonFiniteLoss, TenantSlot
 

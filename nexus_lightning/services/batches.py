@@ -17,8 +17,8 @@ from omegaconf.errors import OmegaConfBaseException
 from tensordict import TensorDict, TensorDictBase
 from torch import Tensor
 
-from nexus_lightning.backbone import check_observation
 from nexus_lightning.bounds import bounds_problems
+from nexus_lightning.images import fit_observation
 from nexus_lightning.objectives import shipped
 from nexus_lightning.objectives.base import AlgorithmSettings, Objective, RolloutSettings
 from nexus_lightning.objectives.policy_gradient import EXECUTED, PolicyGradient, likelihood_units
@@ -70,7 +70,7 @@ def batch_of(
     schema, rows = slot.spec.schema, len(instructions)
     batch = observation_of(arrays, instructions)
     try:
-        check_observation(batch["observation"], schema)
+        batch["observation"] = fit_observation(batch["observation"], schema)
     except ValueError as error:
         raise InvalidRequest(str(error)) from error
     chunk, flags = (rows, schema.chunk, schema.action_dim), (rows, schema.chunk)

@@ -205,7 +205,7 @@ class Futures:
                 log_.ahead[live.seq] = live
                 self._drain_soon(tenant_id, log_)
         if live.status == "running":
-            self._pool.submit(self._execute, live)
+            self._pool.submit(self._execute, live, started=True)
 
     def close_tenant(self, tenant_id: str) -> None:
         """Ends what is left of a deleted tenant and forgets it."""
@@ -331,9 +331,10 @@ class Futures:
                 request.status = "running"
             self._execute(request)
 
-    def _execute(self, request: Request) -> None:
+    def _execute(self, request: Request, started: bool = False) -> None:
+        """``started``: the store knows that it runs."""
         try:
-            if request.long:
+            if request.long and not started:
                 self._store.start(request.future_id)
             outcome = request.run(request)
             request.taken.set()

@@ -24,7 +24,7 @@ import threading
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
@@ -54,14 +54,14 @@ from nexus_lightning.config import (
 )
 from nexus_lightning.environment import make_env
 from nexus_lightning.inference.client import TenantPolicyClient
-from nexus_lightning.memory import Admission, free_bytes, head_memory, keep_freed_memory
+from nexus_lightning.memory import Admission, NoRoom, free_bytes, keep_freed_memory
 from nexus_lightning.monitoring.stats import finite
 from nexus_lightning.producers.demonstrations import DemonstrationReader, dataset_stats, open_dataset
 from nexus_lightning.producers.evaluation import evaluate_policy, list_episodes, result_dict, summarise
-from nexus_lightning.queues.training import BatchMeta
 from nexus_lightning.run.mailbox import RunEnded
 from nexus_lightning.run.module import MultiTenantModule
 from nexus_lightning.run.runtime import Runtime
+from nexus_lightning.run.start import build_tenant
 from nexus_lightning.services.batches import observation_of, to_arrays
 from nexus_lightning.services.environment_server import Sessions
 from nexus_lightning.services.errors import (
@@ -75,16 +75,14 @@ from nexus_lightning.services.errors import (
 )
 from nexus_lightning.services.lowlevel import LowLevelVerbs
 from nexus_lightning.services.metrics import MetricLog
+from nexus_lightning.services.records import OnEnd, TenantRecord, Workload
 from nexus_lightning.services.spec import MAX_EPISODES, Compiler, ServeConfig, serve_problems
-from nexus_lightning.tenant import PassCounter, TenantSlot, TenantSpec, build_slot
+from nexus_lightning.tenant import PassCounter, TenantSlot
 from nexus_lightning.trainer import NexusTrainer, record_dataset
 
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
-#: Called once when an accepted workload or evaluation has ended: ``{"status": completed | failed | cancelled, ...}``
-#: with ``result`` or ``error``. Not called for what a stopping server leaves: it goes on after the restart.
-OnEnd = Callable[[dict[str, Any]], object]
 #: How often a workload's thread looks by itself whether its work is over (it is also told).
 LOOK_S = 0.5
 #: How many evaluations that were asked for :meth:`Master.describe` shows of a tenant, the newest.
@@ -97,39 +95,6 @@ STOP_S = 10.0
 WRITE_AGAIN_S = 2.0
 #: How long a prediction may take.
 PREDICT_TIMEOUT_S = 60.0
-
-
-@dataclass
-class _Workload:
-    """A training workload from its acceptance to its end."""
-
-    config: TenantConfig
-    id: str | None
-    resume: bool
-    on_end: OnEnd
-    thread: threading.Thread | None = None
-    running: bool = False  # it has been handed to the runtime
-    paused: bool = False
-    cancelled: threading.Event = field(default_factory=threading.Event)
-    changed: threading.Event = field(default_factory=threading.Event)
-
-
-@dataclass
-class _Tenant:
-    """What the master keeps of a tenant besides its slot."""
-
-    config: TenantConfig  # as created, without a workload
-    metrics: MetricLog
-    memory_bytes: int
-    workload: _Workload | None = None
-    leaving: threading.Event = field(default_factory=threading.Event)
-    stop_evaluations: threading.Event = field(default_factory=threading.Event)
-    threads: list[threading.Thread] = field(default_factory=list)  # of evaluations
-    evaluations: list[dict[str, Any]] = field(default_factory=list)  # that were asked for, since this process began
-    clients: list[TenantPolicyClient] = field(default_factory=list)  # sessions of the inference queue that rest
-    last_error: str | None = None
-    predict_version: int | None = None  # load_weights: pinned; None: the latest
-    deliveries: dict[int, BatchMeta] = field(default_factory=dict)  # rows handed out by queue_get_meta
 
 
 class Master(LowLevelVerbs):
@@ -169,22 +134,23 @@ class Master(LowLevelVerbs):
         if backbone is None:
             backbone = instantiate(config.backbone)
         assert isinstance(backbone, Backbone)
+        limit = config.limits.max_memory_gb
+        free = free_bytes(backbone.device)
+        self.admission = Admission(free if limit is None else min(free, int(limit * 1e9)))
         self.module = MultiTenantModule(backbone, {})
         self.runtime = Runtime(
             run_config,
             self.module,
             config.run_dir,
             {},
+            self.admission,
             resident=True,
             on_metrics=self._on_metrics,
             on_workload=self._on_workload,
         )
         self.trainer = NexusTrainer(self.runtime, [])
-        limit = config.limits.max_memory_gb
-        free = free_bytes(backbone.device)
-        self.admission = Admission(free if limit is None else min(free, int(limit * 1e9)))
         self._lock = threading.RLock()  # of the tables below; held for dictionary operations only
-        self._tenants: dict[str, _Tenant] = {}
+        self._tenants: dict[str, TenantRecord] = {}
         self._joining: set[str] = set()
         self._simulators = 0  # sessions, rollouts and evaluations that have one now
         self._open_sessions: dict[str, tuple[str, Sessions]] = {}
@@ -367,7 +333,6 @@ class Master(LowLevelVerbs):
         tenant.metrics.close()
         with self._lock:
             del self._tenants[tenant_id]
-            self.admission.release(tenant_id)
         shutil.rmtree(self._payload_folder(tenant_id), ignore_errors=True)
         for path in (tenant.metrics.path, self.config.run_dir / "videos" / f"{tenant_id}.mp4"):
             path.unlink(missing_ok=True)
@@ -421,7 +386,7 @@ class Master(LowLevelVerbs):
                     path.unlink()
                 raise
             with self._lock:
-                self._tenants[tenant_id] = _Tenant(config, metrics, memory)
+                self._tenants[tenant_id] = TenantRecord(config, metrics, memory)
         finally:
             with self._lock:
                 self._joining.discard(tenant_id)
@@ -429,21 +394,14 @@ class Master(LowLevelVerbs):
     def _build(self, tenant_id: str, config: TenantConfig, payload: Payload | None) -> int:
         """On the actor thread: a new head draws from the global generator. Returns the bytes the tenant needs."""
         try:
-            slot = build_slot(TenantSpec.compile(tenant_id, config, self.config.seed), self.module.backbone)
+            slot = build_tenant(tenant_id, config, self.config.seed, self.module.backbone, self.admission)
+        except NoRoom as error:
+            raise QuotaExceeded(str(error)) from error
         except (ValueError, TypeError, RuntimeError) as error:  # what only the head itself can tell
             raise InvalidRequest(f"spec.head: cannot be built: {error}") from error
         slot.ended = True
-        needed = head_memory(slot.head, slot.ema is not None, slot.critic).total_bytes
-        try:
-            self.admission.admit(tenant_id, needed)
-        except ValueError as error:
-            raise QuotaExceeded(str(error)) from error
-        try:
-            self.runtime.tenancy.join(slot, payload)
-        except Exception:
-            self.admission.release(tenant_id)
-            raise
-        return needed
+        self.runtime.tenancy.join(slot, payload)
+        return self.admission.held[tenant_id]
 
     def _saved_config(self, tenant_id: str, config: TenantConfig, payload: Payload) -> TenantConfig:
         """The workload that a payload was saved in: it decides about optimizer and Q networks. Its head is the one
@@ -500,13 +458,13 @@ class Master(LowLevelVerbs):
             scheduler = self.runtime.scheduler
             if scheduler.registered(tenant_id) and scheduler.in_flight(tenant_id):
                 raise Conflict(f"tenant {tenant_id}: has reserved jobs in flight; complete or fail them first")
-            work = tenant.workload = _Workload(config, workload_id, resume, on_end, paused=paused)
+            work = tenant.workload = Workload(config, workload_id, resume, on_end, paused=paused)
         work.thread = threading.Thread(
             target=self._work, args=(tenant_id, tenant, work), name=f"workload-{tenant_id}", daemon=True
         )
         work.thread.start()
 
-    def _work(self, tenant_id: str, tenant: _Tenant, work: _Workload) -> None:
+    def _work(self, tenant_id: str, tenant: TenantRecord, work: Workload) -> None:
         """A workload from its data to its end, in a thread of its own."""
         runtime, slot = self.runtime, self.runtime.slots[tenant_id]
         tenant.last_error = None
@@ -549,7 +507,7 @@ class Master(LowLevelVerbs):
         reader = self.runtime.shared.make_reader(slot, config, dataset, PassCounter())
         return reader, dataset_stats(dataset, config.dataset, slot.spec.schema)
 
-    def _start(self, tenant_id: str, work: _Workload, reader: DemonstrationReader | None, stats: Any) -> None:
+    def _start(self, tenant_id: str, work: Workload, reader: DemonstrationReader | None, stats: Any) -> None:
         """On the actor thread."""
         self.runtime.tenancy.start(tenant_id, work.config, reader, stats, work.resume, work.id)
         work.running = True
@@ -562,7 +520,7 @@ class Master(LowLevelVerbs):
             producer.join(JOIN_S)
         self._on_actor(lambda: self.runtime.tenancy.end(tenant_id))
 
-    def _outcome(self, slot: TenantSlot, work: _Workload, over: bool) -> dict[str, Any]:
+    def _outcome(self, slot: TenantSlot, work: Workload, over: bool) -> dict[str, Any]:
         ran = work.running or over
         result = {
             "jobs": slot.jobs_completed if ran else 0,
@@ -607,7 +565,7 @@ class Master(LowLevelVerbs):
     def _rest(self, tenant_id: str, paused: bool) -> None:
         self.runtime.members[tenant_id].paused = paused
 
-    def _active(self, tenant_id: str) -> _Workload:
+    def _active(self, tenant_id: str) -> Workload:
         work = self._tenant(tenant_id).workload
         if work is None:
             raise Conflict(f"tenant {tenant_id}: no workload is active")
@@ -665,7 +623,7 @@ class Master(LowLevelVerbs):
             thread.start()
 
     def _evaluation(
-        self, tenant_id: str, tenant: _Tenant, request: Mapping[str, Any], *also: str
+        self, tenant_id: str, tenant: TenantRecord, request: Mapping[str, Any], *also: str
     ) -> tuple[EnvironmentConfig, dict[str, int]]:
         """Where, and ``episodes``, ``first_seed``, ``num_envs``; everything checked. ``also``: keys of the caller."""
         keys = ("environment", "episodes", "first_seed", "num_envs", "policy_version", *also)
@@ -684,7 +642,7 @@ class Master(LowLevelVerbs):
             numbers["num_envs"] = asked["num_envs"]
         return self._environment(tenant_id, tenant, request.get("environment"), numbers["num_envs"]), numbers
 
-    def _environment(self, tenant_id: str, tenant: _Tenant, asked: Any, num_envs: int) -> EnvironmentConfig:
+    def _environment(self, tenant_id: str, tenant: TenantRecord, asked: Any, num_envs: int) -> EnvironmentConfig:
         """An environment that a request names, or that of the tenant's (last) workload."""
         work = tenant.workload
         config = self.runtime.slots[tenant_id].spec.config if work is None else work.config
@@ -859,7 +817,7 @@ class Master(LowLevelVerbs):
         return to_arrays(out)
 
     @contextmanager
-    def _session(self, tenant_id: str, tenant: _Tenant) -> Iterator[TenantPolicyClient]:
+    def _session(self, tenant_id: str, tenant: TenantRecord) -> Iterator[TenantPolicyClient]:
         """A session of the inference queue for one call: kept, so that the queue learns who comes back."""
         with self._lock:
             client = tenant.clients.pop() if tenant.clients else None
@@ -926,7 +884,7 @@ class Master(LowLevelVerbs):
 
     # ------------------------------------------------------------------------------------------------ helpers
 
-    def _tenant(self, tenant_id: str) -> _Tenant:
+    def _tenant(self, tenant_id: str) -> TenantRecord:
         tenant = self._tenants.get(tenant_id)
         if tenant is None or tenant.leaving.is_set():
             raise NotFound(f"tenant {tenant_id}: unknown")

@@ -118,7 +118,8 @@ class Service:
         """Bring tenants and requests back; the master must be ready. Until it returns every call is "not ready"."""
         for row in self.store.tenants():
             if row["state"] == "creating":  # killed in the middle: nobody was told its id
-                self.store.drop_tenant(row["tenant_id"])
+                with suppress(sqlite3.OperationalError):  # a full disk; the next start tries again
+                    self.store.drop_tenant(row["tenant_id"])
             elif row["state"] == "deleting":
                 self._delete_rest(row)
             else:
@@ -137,14 +138,15 @@ class Service:
     def _restore(self, row: dict[str, Any]) -> None:
         tenant_id, lost = row["tenant_id"], None
         try:
-            restored = self.master.restore_tenant(tenant_id, row["spec"])
-            self.store.set_tenant(tenant_id, "active", {**restored, "at_s": time.time()})
+            restored = {**self.master.restore_tenant(tenant_id, row["spec"]), "at_s": time.time()}
         except Exception as error:  # this tenant is lost, the others are not
             log.exception("restoring tenant %s", tenant_id)
             lost = future_error_to_json(error)
-            self.store.set_tenant(tenant_id, "lost", {"error": lost, "at_s": time.time()})
-        self._tenants[tenant_id] = next(r for r in self.store.tenants() if r["tenant_id"] == tenant_id)
-        restored = self._tenants[tenant_id]["restored"]
+            restored = {"error": lost, "at_s": time.time()}
+        state = "active" if lost is None else "lost"
+        with suppress(sqlite3.OperationalError):  # a full disk: what it says is of this start alone
+            self.store.set_tenant(tenant_id, state, restored)
+        self._tenants[tenant_id] = {**row, "state": state, "restored": restored}
         paused = self.store.paused()
         specs = {w["workload_id"]: w["spec"] for w in self.store.workloads(tenant_id)} if lost is None else {}
         for pending in self.futures.open_tenant(tenant_id, row["owner_id"]):

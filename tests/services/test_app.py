@@ -368,6 +368,30 @@ def test_a_full_disk_is_told_as_507_and_everything_goes_on_when_there_is_room(se
     assert served.root.get("/v1/operator/overview").json()["alarms"] == served.master.alarm_lines
 
 
+def test_a_server_starts_on_a_full_disk_and_loses_nobody(serve, monkeypatch):
+    served = serve()
+    tenant = create(served.alice)
+    ticket = served.alice.post(f"/v1/tenants/{tenant}/workloads", json=SFT).json()
+    served.alice.post(f"/v1/tenants/{tenant}/training/save", headers={"Nexus-Seq": "5"})
+    while served.service.store.request(ticket["future_id"])["status"] != "running":
+        time.sleep(0.01)
+    served.close()
+
+    def full(*args, **kwargs):
+        raise sqlite3.OperationalError("database or disk is full")
+
+    for name in ("set_tenant", "drop_tenant", "end", "start"):
+        monkeypatch.setattr(f"nexus_lightning.services.store.Store.{name}", full)
+    again = serve()
+    described = again.service.describe(again.service.accounts.authenticate(_bearer(again, "alice")), tenant)
+    assert described["restored"]["policy_version"] == 7 and described["state"] == "idle"
+    assert again.service.futures.unsaved == 1, "that the save was cut off is told once there is room"
+
+
+def _bearer(served, name):
+    return f"Bearer {served.tokens[name]}"
+
+
 @pytest.mark.parametrize("step", ["set_tenant", "drop_tenant"])
 def test_a_deletion_that_a_full_disk_cuts_off_goes_on_with_the_next_call(served, monkeypatch, step):
     tenant, real = create(served.alice), getattr(served.service.store, step)

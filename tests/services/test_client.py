@@ -179,7 +179,7 @@ def test_metrics_and_their_stream(server, client, tenant):
     client.faults.plan = ["refused", httpx.Response(503, json=NotReady("starting").to_json())]
     assert next(tenant.stream_metrics(after=3))["id"] == 4
     with pytest.raises(NotFound):
-        next(client.create_tenant("gone", SCHEMA, "mlp").__class__(tenant._transport, "t0", "x").stream_metrics())
+        next(client.create_tenant("gone", SCHEMA, "mlp").__class__(tenant.transport, "t0", "x").stream_metrics())
 
 
 def test_the_operators_verbs(server):

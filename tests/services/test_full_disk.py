@@ -27,18 +27,18 @@ __all__ = ["serve_config", "serving", "toy_data"]  # fixtures
 
 
 class Disk:
-    """Refuses payloads (``_write_file``) and lines while ``full``; counts what it refused."""
+    """Refuses payloads (their flush) and lines while ``full``; counts what it refused."""
 
     def __init__(self, monkeypatch) -> None:
         self.full, self.payloads, self.lines = True, 0, 0
-        write_file, write = checkpoint._write_file, os.write
+        flush, write = checkpoint.fsync_folder, os.write
 
-        def payload(path, data):
+        def payload(folder):
             if self.full:
                 self.payloads += 1
-                path.write_bytes(data[: len(data) // 2])
+                (folder / "head.safetensors").write_bytes(b"half")
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-            write_file(path, data)
+            flush(folder)
 
         class Os:
             def __getattr__(self, name):
@@ -50,7 +50,7 @@ class Disk:
                     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
                 return write(descriptor, data)
 
-        monkeypatch.setattr(checkpoint, "_write_file", payload)
+        monkeypatch.setattr(checkpoint, "fsync_folder", payload)
         monkeypatch.setattr(lines, "os", Os())
 
 
@@ -139,6 +139,24 @@ def test_a_stopping_server_tries_once_more_and_says_what_it_could_not_save(serve
         disk.full = False
     assert not master.runtime.tenancy.unsaved(), "tried at the stop, whatever the pause"
     assert checkpoint.read_payload(config.run_dir / "tenants" / "a").version == 3
+
+
+def test_a_workload_goes_on_after_a_restart_on_a_full_disk(serve_config, monkeypatch):
+    config, work = serve_config("trainer.checkpoint_every_n_jobs=1"), {**toy_sft(target_jobs=30), "workload_id": "w1"}
+    with running(config) as master:
+        master.create_tenant("a", toy_spec())
+        master.submit("a", work)
+        wait_for(lambda: master.runtime.slots["a"].jobs_completed > 1)
+    assert not checkpoint.read_payload(config.run_dir / "tenants" / "a").state["ended"]
+    disk = Disk(monkeypatch)
+    with running(config) as master:
+        assert master.restore_tenant("a", toy_spec())["policy_version"] > 1
+        end = Ending()
+        master.submit("a", work, resume=True, on_end=end)
+        assert end.wait()["status"] == "completed" and end.value["result"]["jobs"] == 30
+        assert list(master.runtime.unsaved) == ["a"]
+        disk.full = False
+    assert checkpoint.read_payload(config.run_dir / "tenants" / "a").version == 30
 
 
 def test_a_quarantined_tenant_leaves_the_run_also_when_its_error_cannot_be_written(serving, monkeypatch, caplog):
