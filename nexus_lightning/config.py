@@ -36,6 +36,7 @@ from omegaconf import MISSING, DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
 from nexus_lightning.backbone import Backbone
+from nexus_lightning.bounds import bounds_problems
 from nexus_lightning.conventions import DatasetConventions, DatasetConverter
 from nexus_lightning.dataset import (
     END_COLUMNS,
@@ -50,6 +51,8 @@ from nexus_lightning.dataset import (
 )
 from nexus_lightning.demonstrations import RECORD_FILE, describe_recording
 from nexus_lightning.head import ActionHead, choose_kind
+from nexus_lightning.objectives import algorithm_of, default_algorithm, shipped
+from nexus_lightning.objectives.base import AlgorithmSettings, Objective, RolloutSettings, algorithm_class
 from nexus_lightning.queues.policy import Policy
 from nexus_lightning.schema import TenantSchema
 from nexus_lightning.simulator import Simulator, task_configs
@@ -72,12 +75,6 @@ OPTIMIZER_KEYS = (
 #: Arguments of every head that are not its YAML's: the tenant's schema and the backbone say what they are.
 HEAD_ARGUMENTS = ("feature_spec", "schema", "backbone")
 LR_SCHEDULES = ("constant", "cosine")
-ALGORITHM_CHOICES = {
-    "name": ("ppo", "grpo", "reinforce", "awr", "iql"),
-    "discount_per": ("chunk", "step"),
-    "log_prob_level": ("chunk", "action", "token"),
-    "log_prob": ("sum", "mean"),
-}
 FEATURE_REUSE = ("auto", "always", "never")
 STRATEGIES = ("auto", "single", "ddp", "fsdp2")
 PRECISIONS = ("32-true", "bf16-true", "bf16-mixed", "64-true")
@@ -201,32 +198,6 @@ class FeaturesConfig:
 
 
 @dataclass
-class AlgorithmConfig:
-    """How a tenant of task rl or offline_rl learns; see nexus_lightning/objectives."""
-
-    name: str = "ppo"  # rl: ppo | grpo | reinforce; offline_rl: awr | iql
-    chunks_per_job: int | None = None  # rl: policy decisions per simulator and training job
-    epochs: int = 4
-    minibatch_size: int = 64
-    gamma: float = 0.99  # rl: per `discount_per`; offline_rl: per environment step
-    discount_per: str = "chunk"  # chunk: every decision | step: every environment step that the decision took
-    group_size: int | None = None  # grpo: simulators that start from the same initial state
-    gae_lambda: float = 0.95
-    bootstrap_truncated: bool = True  # false: reaching the horizon is a failure (value 0), not a cut
-    clip_epsilon: float = 0.2
-    proximal: bool = False  # ppo, grpo: clip against the policy at the start of the job, not the one that acted
-    entropy_coef: float = 0.0
-    critic_coef: float = 0.5
-    value_warmup_jobs: int = 0  # train only the critic for this many jobs
-    sft_weight: float | None = None  # rl: of the supervised loss on `dataset`, dataset.batch_size samples per minibatch
-    temperature: float = 0.1  # offline_rl: of the advantage weights, in units of the return (IQL's beta is its inverse)
-    expectile: float | None = None  # offline_rl: of the critic; 0.5 is the mean. null: awr 0.5, iql 0.7
-    target_rate: float = 0.05  # iql: share of the new weights in the slow Q networks, after every optimizer step
-    log_prob_level: str = "chunk"  # what has a likelihood ratio of its own: chunk | action | token (one dim)
-    log_prob: str = "sum"  # over the elements of such a unit: sum | mean
-
-
-@dataclass
 class EvalConfig:
     every_n_jobs: int | None = None  # null: only at the start and the end of the run
     episodes: int = 20  # of every task; 0: no evaluation
@@ -255,7 +226,7 @@ class TenantConfig:
     head: Any = MISSING  # `_target_`, its arguments and the optimizer keys; or the name of a file in conf/head
     dataset: DatasetConfig | None = None
     environment: EnvironmentConfig | None = None
-    algorithm: AlgorithmConfig | None = None
+    algorithm: Any = None  # settings of an objectives.base.Objective (`_target_`); null: sft
     features: FeaturesConfig = field(default_factory=FeaturesConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
     init_from: InitFromConfig = field(default_factory=InitFromConfig)
@@ -402,12 +373,15 @@ def hydra_overrides(overrides: list[str]) -> list[str]:
 
     ``tenants.<t>.head=<name>`` replaces a tenant's whole head; ``tenants.<t>.head.<key>=...`` adjusts the new one.
     Hydra would merge the named head into the tenant's own, or refuse the second override; so both go under a marker
-    that :func:`to_config` resolves. Keys of a mapping (``dataset.rename.cameras``, ``placement.environments`` ...) may
-    be new ones; Hydra asks for a plus before those.
+    that :func:`to_config` resolves. The same holds of ``tenants.<t>.algorithm=<name>`` (or ``.algorithm.name=<name>``),
+    a file of the group ``algorithm`` anywhere on Hydra's search path. Keys of a mapping (``dataset.rename.cameras``,
+    ``placement.environments`` ...) may be new ones; Hydra asks for a plus before those.
 
     Example:
         >>> hydra_overrides(["tenants.a.head=mlp", "tenants.a.head.lr=0.1", "tenants.b.head.lr=0.2"])
         ['++tenants.a.head._new_.name=mlp', '++tenants.a.head._new_.lr=0.1', 'tenants.b.head.lr=0.2']
+        >>> hydra_overrides(["tenants.a.algorithm=grpo", "tenants.a.algorithm.epochs=1"])
+        ['+algorithm@tenants.a.algorithm._new_=grpo', '++tenants.a.algorithm._new_.epochs=1']
         >>> hydra_overrides(["tenants.a.dataset.rename.cameras.top=observation.image", "seed=1"])
         ['++tenants.a.dataset.rename.cameras.top=observation.image', 'seed=1']
     """
@@ -422,6 +396,21 @@ def hydra_overrides(overrides: list[str]) -> list[str]:
             out.append(f"++tenants.{key[1]}.head._new_.{key[2]}")
         else:
             out.append(f"++{override}" if _in_mapping(override) else override)
+    return _algorithm_overrides(out)
+
+
+def _algorithm_overrides(overrides: list[str]) -> list[str]:
+    by_name = re.compile(r"\+{0,2}tenants\.([^.=]+)\.algorithm(?:\.name)?=([\w,]+)")
+    named = {match[1] for match in map(by_name.fullmatch, overrides) if match and match[2] != "null"}
+    out = []
+    for override in overrides:
+        match, key = by_name.fullmatch(override), re.fullmatch(r"\+{0,2}tenants\.([^.=]+)\.algorithm\.(.+)", override)
+        if match and match[1] in named:
+            out.append(f"+algorithm@tenants.{match[1]}.algorithm._new_={match[2]}")
+        elif key and key[1] in named:
+            out.append(f"++tenants.{key[1]}.algorithm._new_.{key[2]}")
+        else:
+            out.append(override)
     return out
 
 
@@ -668,6 +657,10 @@ def to_config(cfg: DictConfig, folders: Sequence[Path] = (), overrides: Sequence
     asked = {(match[1], match[2]) for match in matches if match and match[2] != "_new_"}
     for name in cfg.tenants:
         tenant = cfg.tenants[name]
+        algorithm = tenant.get("algorithm")
+        if OmegaConf.is_dict(algorithm) and ("_new_" in algorithm or "name" in algorithm):
+            given = OmegaConf.to_container(algorithm)
+            tenant.algorithm = replaced_algorithm(given, f"tenants.{name}.algorithm", overrides)  # type: ignore[arg-type]
         if OmegaConf.is_missing(tenant, "head"):
             continue
         head = tenant.head
@@ -687,13 +680,107 @@ def to_config(cfg: DictConfig, folders: Sequence[Path] = (), overrides: Sequence
         raise ConfigError(problems)
     config = OmegaConf.to_object(cfg)
     assert isinstance(config, NexusConfig)
+    for name, tenant in config.tenants.items():
+        try:
+            tenant.algorithm = typed_algorithm(tenant.algorithm, tenant.task, f"tenants.{name}.algorithm")
+        except ConfigError as error:
+            problems += error.problems
     if problems:
         try:
             validate(config)
         except ConfigError as error:
-            problems += error.problems
+            problems += [problem for problem in error.problems if problem not in problems]
         raise ConfigError(problems)
     return config
+
+
+def replaced_algorithm(values: dict[str, Any], key: str, overrides: Sequence[str] = ()) -> dict[str, Any]:
+    """An algorithm with another one in its place: under ``_new_`` (see :func:`head_overrides`), or a ``name``, which is
+    that of a file in ``nexus_lightning/objectives``.
+
+    Of the former one's settings those that differ from its defaults go along, as far as the new one has them; what
+    ``overrides`` set of the new one comes first.
+
+    Raises:
+        ConfigError: there is no such algorithm.
+    """
+    former = {name: value for name, value in values.items() if name not in ("_new_", "name")}
+    new = values.get("_new_")
+    if new is None:
+        if values["name"] not in shipped():
+            raise ConfigError([_unknown_choice(f"{key}.name", values["name"], list(shipped()))])
+        new = {"_target_": shipped()[values["name"]].configure()._target_}
+        if former.get("_target_", new["_target_"]) == new["_target_"]:
+            return {**{name: value for name, value in former.items() if value is not None}, **new}
+    valid, defaults = _settings(new["_target_"], key), {}
+    if "_target_" in former:
+        defaults = _settings(former.pop("_target_"), key)
+    asked = [o.partition("=")[0].rpartition("._new_.")[2] for o in overrides if f"{key}._new_." in o]
+    kept = {
+        name: value
+        for name, value in former.items()
+        if name not in asked and (name not in defaults or (name in valid and value != defaults[name]))
+    }
+    return {**new, **kept}
+
+
+def _settings(target: Any, key: str) -> dict[str, Any]:
+    """Settings of an algorithm and their defaults."""
+    return asdict(_algorithm(target, key).configure())
+
+
+def _algorithm(target: Any, key: str) -> type[Objective]:
+    """The class that ``_target_`` names.
+
+    Raises:
+        ConfigError: it cannot be imported, or is no algorithm.
+    """
+    try:
+        cls = get_class(str(target))
+    except Exception as error:  # Hydra wraps every import problem; the text names the module that failed
+        raise ConfigError([f"{key}._target_={target}: cannot be imported ({error})"]) from error
+    if not issubclass(cls, Objective) or not cls.task:
+        needed = "subclass nexus_lightning.objectives.base.Objective, and name its task"
+        raise ConfigError([f"{key}._target_={target}: is no algorithm; {needed}"])
+    return cls
+
+
+def typed_algorithm(values: Any, task: str, key: str) -> Any:
+    """A tenant's ``algorithm`` -> settings of the class that it names; without any the default of sft.
+
+    Raises:
+        ConfigError: it names no algorithm, keys that the algorithm does not have (all), a value of another type.
+    """
+    if isinstance(values, AlgorithmSettings):
+        return values
+    default = default_algorithm(task)
+    if values is None:
+        return None if task != "sft" or default is None else default.configure()
+    if not isinstance(values, Mapping):
+        raise ConfigError([f"{key}={values!r}: must be a mapping with `_target_`, see conf/algorithm"])
+    if "name" in values:
+        values = replaced_algorithm(dict(values), key)
+    if "_target_" not in values:
+        if default is None:
+            raise ConfigError([f"{key}: must have a `_target_` (see conf/algorithm), or the `name` of a shipped one"])
+        values = {"_target_": default.configure()._target_, **values}
+    return object_of(_algorithm(values["_target_"], key).settings_class, values, key)
+
+
+def saved_tenant(values: Mapping[str, Any], key: str) -> TenantConfig:
+    """The tenant of a payload's manifest, where an older version has one flat class for all algorithms: settings that
+    the tenant's algorithm does not have are left out.
+
+    Raises:
+        ConfigError: see :func:`object_of`.
+    """
+    old = values.get("algorithm")
+    if isinstance(old, Mapping) and "_target_" not in old and old.get("name") in shipped():
+        cls = shipped()[old["name"]]
+        valid = _settings(target := cls.configure()._target_, key)
+        kept = {name: value for name, value in old.items() if name in valid and value is not None}
+        values = {**values, "algorithm": {**kept, "_target_": target}}
+    return tenant_from_dict(values, key)
 
 
 def no_such_key(owner: str, key: str, value: Any, valid: Sequence[str]) -> str:
@@ -770,7 +857,21 @@ def tenant_from_dict(values: Any, key: str) -> TenantConfig:
         data = dict(data)
         data["rename"] = {"cameras": data.pop("camera_keys")}
         values = {**values, "dataset": data}
-    return object_of(TenantConfig, values, key)
+    config, algorithm, problems = None, None, []
+    try:
+        config = object_of(TenantConfig, values, key)
+    except ConfigError as error:
+        problems += error.problems
+    if isinstance(values, Mapping) and "task" in values:
+        try:
+            algorithm = typed_algorithm(values.get("algorithm"), str(values["task"]), f"{key}.algorithm")
+        except ConfigError as error:
+            problems += error.problems
+    if problems:
+        raise ConfigError(problems)
+    assert config is not None
+    config.algorithm = algorithm
+    return config
 
 
 def schema_of(config: SchemaConfig) -> TenantSchema:
@@ -1019,10 +1120,9 @@ def _tenant_problems(key: str, name: str, tenant: TenantConfig, config: NexusCon
         problems.append(f"{key}.weight={tenant.weight}: must be positive")
     if tenant.environment is not None:
         problems += _environment_problems(key, tenant)
-    if tenant.task in ("sft", "offline_rl"):
-        problems += _sft_problems(key, tenant, schema, config)
-    if tenant.task == "rl":
-        problems += _rl_problems(key, tenant, schema, config)
+    if tenant.task in TASKS:
+        problems += _algorithm_problems(key, tenant)
+        problems += _source_problems(key, tenant, schema, config)
     if tenant.features.reuse not in FEATURE_REUSE:
         problems.append(f"{key}.features.reuse={tenant.features.reuse}: choose one of {', '.join(FEATURE_REUSE)}")
     if tenant.eval.episodes < 0:
@@ -1079,9 +1179,6 @@ def _head_problems(key: str, tenant: TenantConfig, backbone: Any) -> list[str]:
     elif isinstance(cls, type) and issubclass(cls, ActionHead) and tenant.task == "rl":
         if reason := cls.rl_problem(split_head(tenant.head)[1]):
             problems.append(f"{key}.head={cls.__name__}: cannot train by rl: {reason}")
-    iql = tenant.task == "offline_rl" and tenant.algorithm is not None and tenant.algorithm.name == "iql"
-    if iql and isinstance(cls, type) and issubclass(cls, ActionHead) and cls.q_network is ActionHead.q_network:
-        problems.append(f"{key}.head={cls.__name__}: has no q_network, which iql needs; use another head, or awr")
     if isinstance(cls, type) and not issubclass(cls, ActionHead):
         problems.append(f"{key}.head={cls.__name__}: is not an ActionHead; subclass nexus_lightning.head.ActionHead")
     elif isinstance(cls, type) and isinstance(backbone, type) and issubclass(backbone, Backbone):
@@ -1186,19 +1283,56 @@ def _task_problems(key: str, tenant: TenantConfig, cls: Any) -> list[str]:
     return problems
 
 
-def _sft_problems(key: str, tenant: TenantConfig, schema: TenantSchema, config: NexusConfig) -> list[str]:
-    if tenant.dataset is None:
-        return [f"{key}.dataset: task {tenant.task} needs a dataset"]
+def _algorithm_problems(key: str, tenant: TenantConfig) -> list[str]:
+    """Type, bounds, task, and what the algorithm itself refuses."""
+    where, task = f"{key}.algorithm", tenant.task
+    choices = [name for name, cls in shipped().items() if cls.task == task]
+    if tenant.algorithm is None and task != "sft":
+        return [f"{where}: task {task} needs an algorithm; choose one of {', '.join(choices)}"]
+    settings = algorithm_of(tenant)
+    if not isinstance(settings, AlgorithmSettings):
+        try:
+            settings = typed_algorithm(settings, task, where)
+        except ConfigError as error:
+            return error.problems
+    algorithm = algorithm_class(settings)
+    if algorithm.task != task:
+        return [
+            f"{where}={algorithm.__name__}: trains task {algorithm.task}; set {key}.task={algorithm.task}, or choose "
+            f"one of {', '.join(choices)}"
+        ]
+    problems = bounds_problems(where, settings)
+    if isinstance(settings, RolloutSettings) and settings.chunks_per_job is None:
+        problems.append(f"{where}.chunks_per_job: a value is required")
+    if task == "rl" and not isinstance(settings, RolloutSettings):
+        problems.append(f"{where}={algorithm.__name__}: its settings must be a subclass of RolloutSettings")
+    head = tenant.head.get("_target_") if isinstance(tenant.head, Mapping) else None
+    try:
+        head = None if head is None else get_class(head)
+    except Exception:  # told with the head
+        head = None
+    return [*problems, *algorithm.problems(key, tenant, head)]
+
+
+def _source_problems(key: str, tenant: TenantConfig, schema: TenantSchema, config: NexusConfig) -> list[str]:
+    """Where the tenant's jobs come from: a dataset, simulators, or both."""
     problems = []
-    if tenant.task == "offline_rl":
-        problems += _offline_problems(key, tenant.algorithm)
-        if tenant.algorithm is not None and tenant.algorithm.name == "iql" and tenant.features.reuse == "never":
-            problems.append(f"{key}.features.reuse=never: iql reads the features of two observations; set it to auto")
-    elif tenant.algorithm is not None:
-        problems.append(f"{key}.algorithm: task sft has none; remove it or set {key}.task=rl")
-    if tenant.algorithm is not None and tenant.algorithm.sft_weight is not None:
-        problems.append(f"{key}.algorithm.sft_weight={tenant.algorithm.sft_weight}: only task rl mixes; remove it")
-    return problems + _data_problems(key, tenant, tenant.dataset, schema, config)
+    if tenant.task == "rl":
+        if tenant.environment is None:
+            problems.append(f"{key}.environment: task rl needs an environment")
+        weight = getattr(tenant.algorithm, "sft_weight", None)
+        if tenant.dataset is not None and weight is None:
+            problems.append(
+                f"{key}.dataset: task rl reads it only with {key}.algorithm.sft_weight, for example 0.1; to start from "
+                f"demonstrations use {key}.init_from.recipe"
+            )
+        if weight is not None and tenant.dataset is None:
+            problems.append(f"{key}.algorithm.sft_weight={weight}: needs {key}.dataset, the demonstrations to mix in")
+    elif tenant.dataset is None:
+        problems.append(f"{key}.dataset: task {tenant.task} needs a dataset")
+    if tenant.dataset is not None:
+        problems += _data_problems(key, tenant, tenant.dataset, schema, config)
+    return problems
 
 
 def _data_problems(
@@ -1280,22 +1414,6 @@ def _named_problems(key: str, tenant: TenantConfig, schema: TenantSchema) -> lis
     return _dataset_problems(key, tenant, schema, root, complete=False)
 
 
-def _offline_problems(key: str, algorithm: AlgorithmConfig | None) -> list[str]:
-    if algorithm is None or algorithm.name not in ("awr", "iql"):
-        given = None if algorithm is None else algorithm.name
-        return [f"{key}.algorithm.name={given}: task offline_rl needs awr or iql"]
-    problems = []
-    if algorithm.temperature <= 0:
-        problems.append(f"{key}.algorithm.temperature={algorithm.temperature}: must be positive")
-    if algorithm.expectile is not None and not 0 < algorithm.expectile < 1:
-        problems.append(f"{key}.algorithm.expectile={algorithm.expectile}: must lie between 0 and 1")
-    if not 0 < algorithm.target_rate <= 1:
-        problems.append(f"{key}.algorithm.target_rate={algorithm.target_rate}: must lie in (0, 1]")
-    if not 0 <= algorithm.gamma <= 1:
-        problems.append(f"{key}.algorithm.gamma={algorithm.gamma}: must lie in [0, 1]")
-    return problems
-
-
 def _augmentation_problems(key: str, augmentation: AugmentationConfig) -> list[str]:
     problems = []
     if augmentation.views < 2:
@@ -1315,10 +1433,10 @@ def _dataset_problems(
     if schema.problems():
         return []
     converter, needs = DatasetConverter(schema, tenant.dataset.conventions), []
-    if tenant.task == "offline_rl" and tenant.algorithm is not None:
+    if tenant.task == "offline_rl" and isinstance(tenant.algorithm, AlgorithmSettings):
         reward = tenant.dataset.rename.reward
         needs.append(REWARD_COLUMNS if reward is None else (reward,))
-        if tenant.algorithm.name == "iql":
+        if algorithm_class(tenant.algorithm).needs_ends:
             needs.append(END_COLUMNS)
     problems = dataset_problems(key, tenant.dataset, converter, root, complete, needs)
     if (root / RECORD_FILE).is_file():  # recorded by us: it says itself what its conventions are
@@ -1329,94 +1447,6 @@ def _dataset_problems(
                     f"{key}.dataset.conventions.{name}={getattr(converter, name)}: dataset {root} was recorded with "
                     f"{name}={recorded[name]}; set that"
                 )
-    return problems
-
-
-def _rl_problems(key: str, tenant: TenantConfig, schema: TenantSchema, config: NexusConfig) -> list[str]:
-    problems = []
-    if tenant.environment is None:
-        problems.append(f"{key}.environment: task rl needs an environment")
-    algorithm = tenant.algorithm
-    if algorithm is None:
-        return [*problems, f"{key}.algorithm: task rl needs an algorithm"]
-    weight = algorithm.sft_weight
-    if tenant.dataset is not None and weight is None:
-        problems.append(
-            f"{key}.dataset: task rl reads it only with {key}.algorithm.sft_weight, for example 0.1; to start from "
-            f"demonstrations use {key}.init_from.recipe"
-        )
-    if weight is not None and tenant.dataset is None:
-        problems.append(f"{key}.algorithm.sft_weight={weight}: needs {key}.dataset, the demonstrations to mix in")
-    if weight is not None and weight <= 0:
-        problems.append(f"{key}.algorithm.sft_weight={weight}: must be positive, or null for no demonstrations")
-    if tenant.dataset is not None:
-        problems += _data_problems(key, tenant, tenant.dataset, schema, config)
-    for name, choices in ALGORITHM_CHOICES.items():
-        if getattr(algorithm, name) not in choices:
-            problems.append(f"{key}.algorithm.{name}={getattr(algorithm, name)}: choose one of {', '.join(choices)}")
-    if algorithm.name in ("awr", "iql"):
-        where = f"{key}.algorithm.name={algorithm.name}"
-        problems.append(f"{where}: learns from a dataset; set {key}.task=offline_rl, or choose ppo")
-    if algorithm.chunks_per_job is None:
-        return [*problems, f"{key}.algorithm.chunks_per_job: a value is required"]
-    problems += _group_problems(key, algorithm, tenant.environment, tenant.schema.execute)
-    if algorithm.clip_epsilon <= 0:
-        problems.append(f"{key}.algorithm.clip_epsilon={algorithm.clip_epsilon}: must be positive")
-    for name in ("entropy_coef", "critic_coef", "value_warmup_jobs"):
-        if getattr(algorithm, name) < 0:
-            problems.append(f"{key}.algorithm.{name}={getattr(algorithm, name)}: must not be negative")
-    if algorithm.name == "reinforce" and algorithm.epochs != 1:
-        problems.append(f"{key}.algorithm.epochs={algorithm.epochs}: reinforce uses each rollout once; set it to 1")
-    if algorithm.name == "reinforce" and algorithm.entropy_coef:
-        problems.append(f"{key}.algorithm.entropy_coef={algorithm.entropy_coef}: reinforce has none; set it to 0")
-    if algorithm.name == "grpo" and not algorithm.bootstrap_truncated:
-        problems.append(f"{key}.algorithm.bootstrap_truncated=false: grpo has no critic; leave it true")
-    if algorithm.name == "reinforce" and algorithm.proximal:
-        problems.append(f"{key}.algorithm.proximal=true: reinforce clips no ratio; set it to false")
-    if algorithm.name == "grpo" and algorithm.value_warmup_jobs:
-        problems.append(f"{key}.algorithm.value_warmup_jobs={algorithm.value_warmup_jobs}: grpo has no critic; set 0")
-    counts = ("chunks_per_job", "epochs", "minibatch_size")
-    below = [
-        f"{key}.algorithm.{n}={getattr(algorithm, n)}: must be at least 1" for n in counts if getattr(algorithm, n) < 1
-    ]
-    problems += below
-    # grpo leaves decisions out, so its rows never divide evenly
-    if not below and tenant.environment is not None and algorithm.name != "grpo":
-        rows = tenant.environment.num_envs * algorithm.chunks_per_job
-        if algorithm.minibatch_size < rows and rows % algorithm.minibatch_size:
-            problems.append(
-                f"{key}.algorithm.minibatch_size={algorithm.minibatch_size}: must divide the {rows} decisions of a "
-                f"rollout ({key}.environment.num_envs x {key}.algorithm.chunks_per_job), or be at least as large"
-            )
-    for name in ("gamma", "gae_lambda"):
-        if not 0 <= getattr(algorithm, name) <= 1:
-            problems.append(f"{key}.algorithm.{name}={getattr(algorithm, name)}: must lie in [0, 1]")
-    return problems
-
-
-def _group_problems(
-    key: str, algorithm: AlgorithmConfig, environment: EnvironmentConfig | None, execute: int
-) -> list[str]:
-    size, where = algorithm.group_size, f"{key}.algorithm.group_size={algorithm.group_size}"
-    if algorithm.name != "grpo":
-        return [] if size is None else [f"{where}: only grpo has groups; set it to null"]
-    if size is None or size < 2:
-        return [f"{where}: grpo compares episodes of one initial state; it must be at least 2"]
-    problems = []
-    if environment is not None and environment.num_envs % size:
-        problems.append(f"{where}: must divide {key}.environment.num_envs={environment.num_envs}")
-    horizon = None if environment is None else environment.simulator.get("horizon")
-    if environment is not None and len(environment.tasks) > 1 and environment.num_envs // size % len(environment.tasks):
-        problems.append(
-            f"{key}.environment.num_envs={environment.num_envs}: grpo with {len(environment.tasks)} tasks needs a "
-            f"multiple of {size * len(environment.tasks)}, so that every rollout holds the tasks alike"
-        )
-    assert algorithm.chunks_per_job is not None
-    if isinstance(horizon, int) and algorithm.chunks_per_job * execute < horizon:
-        problems.append(
-            f"{key}.algorithm.chunks_per_job={algorithm.chunks_per_job}: grpo needs whole episodes; with "
-            f"{key}.schema.execute={execute} and a horizon of {horizon} at least {-(-horizon // execute)}"
-        )
     return problems
 
 

@@ -1,8 +1,8 @@
 """How much memory a backbone and the tenants' heads need: reported in the banner, used by admission, estimated ahead.
 
 Per trainable parameter a tenant holds, in float32: weight, gradient, two Adam moments (Kingma and Ba 2015), the copy
-that inference serves and the spare copy that the next publication reuses; ``ema_decay`` adds the average. The Q
-networks of iql are not served: weight, slow copy, gradient, two moments.
+that inference serves and the spare copy that the next publication reuses; ``ema_decay`` adds the average. Networks
+beside the head (Q networks) are not served: weight, slow copy, gradient, two moments.
 """
 
 from __future__ import annotations

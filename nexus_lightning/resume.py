@@ -16,7 +16,7 @@ import torch
 import yaml
 
 from nexus_lightning.checkpoint import read_manifest
-from nexus_lightning.config import OPTIMIZER_KEYS, ConfigError, NexusConfig, TenantConfig, known_keys, object_of
+from nexus_lightning.config import OPTIMIZER_KEYS, ConfigError, NexusConfig, TenantConfig, known_keys, saved_tenant
 from nexus_lightning.tenant import TenantSpec
 
 NOTHING = "nothing"
@@ -64,7 +64,7 @@ def changed_settings(config: NexusConfig, run_dir: Path, checkpoint: Path) -> li
         path = run_dir / payloads[name]
         manifest = read_manifest(path)
         known, _ = known_keys(manifest["config"], TenantConfig)  # of another version of this program, perhaps
-        saved = object_of(TenantConfig, known, f"{path}/manifest.json config")
+        saved = saved_tenant(known, f"{path}/manifest.json config")
         before, after = flat(_plain(asdict(saved))), flat(_plain(asdict(tenant)))
         del before["seed"], after["seed"]  # what counts is the seed that comes of the run's and the tenant's
         where = f"tenants.{name}."
@@ -125,7 +125,7 @@ def _tenant_reason(key: str, saved: TenantConfig) -> str | None:
         return None if rest != "ema_decay" else "its average of the weights is one of that decay"
     if group == "schema":
         return "its weights and statistics are of that schema"
-    if group == "task" or key == "algorithm" or key == "algorithm.name":
+    if group == "task" or key == "algorithm" or key == "algorithm._target_":
         return "its optimizer and counters are of that work"
     if group == "init_from":
         return "its start is over"

@@ -27,6 +27,7 @@ from nexus_lightning.config import (
     TenantConfig,
     TrainerConfig,
     digest_of,
+    saved_tenant,
     split_head,
     tenant_from_dict,
     validate,
@@ -395,7 +396,7 @@ def as_it_was_left(config: NexusConfig) -> NexusConfig:
     for name in saved.get("joined", ()):
         if name not in tenants and name in saved["tenants"]:
             manifest = read_manifest(checkpoint.parent.parent / saved["tenants"][name])
-            tenants[name] = tenant_from_dict(manifest["config"], f"tenants.{name}")
+            tenants[name] = saved_tenant(manifest["config"], f"tenants.{name}")
     return replace(config, tenants=tenants)
 
 

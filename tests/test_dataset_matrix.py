@@ -14,11 +14,12 @@ from fakes import FakeBackbone
 from lerobot_data import Data, Frame, write
 
 from models.heads.mlp import ChunkMLPHead
-from nexus_lightning.config import AlgorithmConfig, DatasetConfig, RenameConfig
+from nexus_lightning.config import DatasetConfig, RenameConfig
 from nexus_lightning.conventions import DatasetConventions, DatasetConverter
 from nexus_lightning.dataset import dataset_problems
 from nexus_lightning.images import fit_images
-from nexus_lightning.objectives.sft import SFTObjective
+from nexus_lightning.objectives.awr import AWR
+from nexus_lightning.objectives.sft import SFT
 from nexus_lightning.producers.demonstrations import (
     DemonstrationReader,
     DemonstrationStream,
@@ -178,7 +179,7 @@ def test_the_head_gets_what_the_raw_frames_say(tmp_path, name):
     assert dataset_problems("tenants.a", config, converter, root, complete=True) == []
 
     dataset, backbone = open_dataset(config, schema, root), FakeBackbone()
-    algorithm = AlgorithmConfig(name="awr", gamma=0.5) if case.reward is not None else None
+    algorithm = AWR.configure(gamma=0.5) if case.reward is not None else None
     spec = backbone.feature_spec(schema)
     reader = DemonstrationReader(dataset, config, schema, backbone, spec, None, algorithm=algorithm)
     chosen = [(e, raw[e]) for e in (range(len(raw)) if case.episodes is None else case.episodes)]
@@ -227,6 +228,6 @@ def test_the_head_gets_what_the_raw_frames_say(tmp_path, name):
     texts = list(batch["language_instruction"])
     batch["features"] = backbone(batch["observation"], texts, schema).select(spec).for_head()
     head = ChunkMLPHead(spec, schema)
-    loss = SFTObjective(head, normalizer, 4).loss(batch, 0)["loss"]
+    loss = SFT(head, normalizer, SFT.configure(), 4).loss(batch, 0)["loss"]
     loss.backward()
     assert loss.isfinite() and all(p.grad is None or p.grad.isfinite().all() for p in head.parameters())

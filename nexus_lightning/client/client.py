@@ -374,8 +374,8 @@ class Tenant:
             observation: see the class.
             instructions: B texts.
             action: ``[B, T, A]`` as the simulator takes it, for the losses that imitate.
-            loss: ``sft``, ``awr``, ``ppo``, ``grpo``, ``reinforce``.
-            loss_options: its settings, as ``algorithm`` in ``conf/tenant/*.yaml``.
+            loss: an algorithm of the server: ``sft``, ``awr``, ``ppo``, ``grpo``, ``reinforce``.
+            loss_options: its settings, as in ``conf/algorithm/<loss>.yaml``.
             arrays: what the loss needs besides: ``is_pad``, or ``chunk``, ``log_probs``, ``advantage`` ...
         """
         meta = {"instructions": list(instructions), "loss": loss, "loss_options": dict(loss_options or {}), **more}

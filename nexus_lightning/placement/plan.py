@@ -28,6 +28,8 @@ from hydra.utils import get_class
 from nexus_lightning.config import ConfigError, NexusConfig, TenantConfig, split_head
 from nexus_lightning.memory import estimate, gigabytes
 from nexus_lightning.monitoring.banner import text_table
+from nexus_lightning.objectives import algorithm_of
+from nexus_lightning.objectives.base import algorithm_class
 
 #: Share of a device's memory that ``auto`` fills: activations, the allocator's gaps and the CUDA context need the rest.
 FILL = 0.9
@@ -431,7 +433,7 @@ def environment_ranks(config: NexusConfig, name: str, tenant: TenantConfig, worl
 
 
 def _group_size(tenant: TenantConfig) -> int:
-    return 1 if tenant.algorithm is None else tenant.algorithm.group_size or 1
+    return algorithm_class(tenant.algorithm).group_size(tenant.algorithm) if tenant.task == "rl" else 1
 
 
 def _share_problems(config: NexusConfig, environments: dict[str, tuple[int, ...]]) -> list[str]:
@@ -605,10 +607,15 @@ def sharding_problems(config: NexusConfig, plan: Plan) -> list[str]:
         where = f"tenants.{name}: placement.heads.shard={plan.heads_shard}"
         if tenant.head.get("ema_decay") is not None:
             problems.append(f"{where}: head.ema_decay averages whole weights after every step; set it to null")
-        if tenant.algorithm is not None and tenant.algorithm.proximal:
+        settings = algorithm_of(tenant)
+        algorithm = algorithm_class(settings)
+        if tenant.task == "rl" and algorithm.waits_for_actor(settings):
             problems.append(f"{where}: algorithm.proximal runs the head outside the steps; set it to false")
-        if tenant.algorithm is not None and tenant.algorithm.name == "iql":
-            problems.append(f"{where}: algorithm.name=iql has Q networks beside the head; use awr")
+        if algorithm.has_networks():
+            problems.append(
+                f"{where}: algorithm {algorithm.__name__} has networks beside the head, which are not sharded; choose "
+                "another algorithm"
+            )
         if tenant.task == "rl" and name in plan.environments and len(plan.environments[name]) < plan.world_size:
             problems.append(
                 f"{where}: every rank must run the head, so every rank needs simulators of it; remove "

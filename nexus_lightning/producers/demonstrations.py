@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, fields
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, cast
 
@@ -15,7 +15,7 @@ from torch import Tensor
 from torchvision.transforms.v2 import functional
 
 from nexus_lightning.backbone import Backbone, FeatureSpec, VLAFeature, concatenate_features, sharing_key
-from nexus_lightning.config import AlgorithmConfig, AugmentationConfig, ConfigError, DatasetConfig
+from nexus_lightning.config import AugmentationConfig, ConfigError, DatasetConfig
 from nexus_lightning.conventions import DatasetConverter
 from nexus_lightning.dataset import (
     END_COLUMNS,
@@ -28,6 +28,7 @@ from nexus_lightning.dataset import (
 )
 from nexus_lightning.features.store import FeatureEntry, FeatureStore, StoreKey, dataset_revision
 from nexus_lightning.images import as_uint8, fit_images
+from nexus_lightning.objectives.base import AlgorithmSettings, algorithm_class
 from nexus_lightning.producers.base import Producer
 from nexus_lightning.queues.jobs import JobState, Scheduler
 from nexus_lightning.queues.training import TrainingQueue
@@ -150,8 +151,8 @@ class DemonstrationReader:
         spec: what the tenant's head reads.
         store: where features are kept, or None.
         passes: counts observations and encoded rows.
-        algorithm: of offline RL: batches then hold ``return_to_go`` ``[n, 1]`` (awr), or ``reward``, ``discount``,
-            ``taken`` of :func:`transitions` and ``next_features``, ``next_state`` (iql; needs a store).
+        algorithm: settings, of offline RL: batches then hold the columns of its objective, and with ``next_row``
+            among them also ``next_features`` and ``next_state`` (needs a store).
     """
 
     def __init__(
@@ -163,7 +164,7 @@ class DemonstrationReader:
         spec: FeatureSpec,
         store: FeatureStore | None,
         passes: PassCounter | None = None,
-        algorithm: AlgorithmConfig | None = None,
+        algorithm: AlgorithmSettings | None = None,
     ) -> None:
         self.dataset, self.config, self.schema, self.backbone, self.spec = dataset, config, schema, backbone, spec
         self.converter = DatasetConverter(schema, config.conventions)
@@ -173,13 +174,13 @@ class DemonstrationReader:
         self.columns = columns_of(config, schema)
         self.table = low_dim_table(dataset, schema, self.converter, self.columns)
         self.next_row: Tensor | None = None
-        if algorithm is not None and algorithm.name == "awr":
-            self.table["return_to_go"] = returns_to_go(dataset, algorithm.gamma, self.columns.reward)
-        elif algorithm is not None:
-            assert algorithm.name == "iql" and store is not None, "validated with the config"
-            steps = transitions(dataset, algorithm.gamma, schema.execute, self.columns.reward)
-            self.next_row = steps.pop("next_row")
-            self.table.update(steps)
+        if algorithm is not None:
+            recorded = RecordedFrames(dataset, schema.execute, self.columns.reward)
+            columns = algorithm_class(algorithm).columns(recorded, algorithm)
+            if "next_row" in columns.keys():
+                assert store is not None, "validated with the config"
+                self.next_row = cast(Tensor, columns.pop("next_row"))
+            self.table.update(columns)
         vectors = [*self.columns.state, self.columns.action]
         there = dataset.hf_dataset.column_names
         reward = [] if algorithm is None else [k for k in self.columns.reward if k in there][:1]
@@ -375,6 +376,29 @@ def _columns(dataset: Any, *choices: tuple[str, ...]) -> list[Tensor]:
     return [*(torch.as_tensor(frames[key]).float().flatten() for key in keys), torch.as_tensor(frames["episode_index"])]
 
 
+@dataclass
+class RecordedFrames:
+    """See :class:`~nexus_lightning.objectives.base.Recorded`.
+
+    Attributes:
+        dataset: a LeRobotDataset.
+        execute: steps of a chunk that are carried out.
+        rewards: names of the reward's column; the first that is there.
+    """
+
+    dataset: Any
+    execute: int
+    rewards: tuple[str, ...] = REWARD_COLUMNS
+
+    def returns_to_go(self, gamma: float) -> Tensor:
+        """See :func:`returns_to_go`."""
+        return returns_to_go(self.dataset, gamma, self.rewards)
+
+    def transitions(self, gamma: float) -> TensorDict:
+        """See :func:`transitions`."""
+        return transitions(self.dataset, gamma, self.execute, self.rewards)
+
+
 def returns_to_go(dataset: Any, gamma: float, rewards: tuple[str, ...] = REWARD_COLUMNS) -> Tensor:
     """Discounted reward from every frame to the end of its episode, float32 ``[N, 1]``.
 
@@ -392,7 +416,7 @@ def returns_to_go(dataset: Any, gamma: float, rewards: tuple[str, ...] = REWARD_
 
 
 def transitions(dataset: Any, gamma: float, steps: int, rewards: tuple[str, ...] = REWARD_COLUMNS) -> TensorDict:
-    """Every frame with the ``steps`` actions from it on as one decision (iql).
+    """Every frame with the ``steps`` actions from it on as one decision.
 
     ::
 

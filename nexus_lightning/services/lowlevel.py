@@ -103,7 +103,7 @@ class LowLevelVerbs:
             arrays: see :mod:`nexus_lightning.services.batches`.
             instructions: one text for each row.
             loss: a key of :data:`~nexus_lightning.services.batches.LOSSES`.
-            loss_options: of RL losses: keys of an AlgorithmConfig (``clip_epsilon``, ``entropy_coef`` ...).
+            loss_options: settings of its algorithm (``clip_epsilon``, ``entropy_coef`` ...), see ``conf/algorithm``.
 
         Returns:
             ``loss:mean`` and the loss's other figures; their reduction is in the name.

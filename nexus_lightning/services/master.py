@@ -50,7 +50,7 @@ from nexus_lightning.config import (
     EnvironmentConfig,
     TenantConfig,
     dataset_root,
-    tenant_from_dict,
+    saved_tenant,
 )
 from nexus_lightning.environment import make_env
 from nexus_lightning.inference.client import TenantPolicyClient
@@ -410,7 +410,7 @@ class Master(LowLevelVerbs):
             raise Conflict(
                 f"tenant {tenant_id}: its payload was trained on another backbone; start the server with that"
             )
-        saved = tenant_from_dict(payload.manifest["config"], f"{payload.path}/manifest.json config")
+        saved = saved_tenant(payload.manifest["config"], f"{payload.path}/manifest.json config")
         if saved.schema != config.schema:
             raise Conflict(f"tenant {tenant_id}: its payload has another schema than its spec")
         return replace(saved, seed=payload.manifest["seed"], priority=config.priority, weight=config.weight)

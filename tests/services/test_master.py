@@ -105,7 +105,7 @@ def test_a_spec_names_entries_and_sets_allowed_keys_and_nothing_else(compiler, c
         ({"dataset": None}, "needs a dataset"),
         ({"task": "teleoperate"}, "choose one of"),
         ({"target_jobs": None}, "is required"),
-        ({"algorithm": {"name": "ppo"}}, "task sft has none"),
+        ({"algorithm": {"name": "ppo"}}, "algorithm=PPO: trains task rl; set workload.task=rl"),
         ({"eval": {"episodes": 10**6}}, "at most 1000"),
         ({"environment": {"name": "maniskill", "task": ["PushCube-v1"]}}, "choose one of PushCube-v1"),
         ({"environment": {"name": "toy", "num_envs": 500}}, "at most 32"),
@@ -295,7 +295,7 @@ def test_what_is_wrong_with_a_low_level_call_is_that_calls_error(shared):
         shared.train_batch("mine", {**sft_batch(), "action": np.zeros((3, 2, 7), np.float32)}, instructions=texts)
     with pytest.raises(InvalidRequest, match="camera mismatch"):
         shared.forward_backward("mine", {"observation/state": np.zeros((3, 4), np.float32)}, instructions=texts)
-    with pytest.raises(InvalidRequest, match="choose one of sft"):
+    with pytest.raises(InvalidRequest, match="choose one of awr, grpo, ppo, reinforce, sft"):
         shared.forward_backward("mine", sft_batch(), instructions=texts, loss="magic")
     with pytest.raises(Conflict, match="no gradients"):
         shared.optim_step("mine")
