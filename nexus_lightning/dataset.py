@@ -11,18 +11,17 @@ import math
 import os
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
+from omegaconf import MISSING
 
+from nexus_lightning.conventions import DatasetConventions
+from nexus_lightning.converter import DatasetConverter
 from nexus_lightning.schema import MODE_STATISTICS
-
-if TYPE_CHECKING:
-    from nexus_lightning.config import DatasetConfig
-    from nexus_lightning.conventions import DatasetConverter
 
 FORMAT = "v3.0"
 #: LeRobot's name of a frame's instruction, which it looks up in ``meta/tasks.parquet``.
@@ -37,6 +36,57 @@ _NUMBERS = ("float", "int", "uint", "bool")
 
 
 # ---- which column is what, which episodes ----------------------------------------------------------------------------
+
+
+@dataclass
+class RecordConfig:
+    """How to record the dataset with a scripted expert when it is not there yet."""
+
+    expert: str = MISSING  # dotted path of a function: simulator -> iterator of native actions
+    episodes: int = MISSING  # successful episodes to keep
+    first_seed: int = 1000  # seeds first_seed, first_seed + 1, ...: keep them apart from the evaluation's
+    workers: int = 2  # simulator processes
+    random_share: float = 0.0  # mixed quality: each episode mixes random actions in, by a share drawn from 0 to this
+    keep_failures: bool = False  # keep failed episodes too (offline RL learns from both)
+
+
+@dataclass
+class AugmentationConfig:
+    """Image augmentation as K views of every frame, each encoded once; pass e over the data sees view e mod K."""
+
+    views: int = 4  # view 0 is the frame itself
+    crop: float = 0.9  # smallest share of height and width that a random crop keeps
+    brightness: float = 0.2  # factor 1 +- this
+    contrast: float = 0.2  # factor 1 +- this
+
+
+@dataclass
+class RenameConfig:
+    """Which key of the dataset is what, where it differs from LeRobot's."""
+
+    state: Any = "observation.state"  # or a list, joined in this order
+    action: str = "action"
+    cameras: dict[str, str] = field(default_factory=dict)  # schema camera -> key; else observation.images.<camera>
+    instruction: str = "task"  # LeRobot's tasks | a column of texts, or of numbers of LeRobot's tasks
+    reward: str | None = None  # of offline RL; null: next.reward, or 1 at next.success
+
+
+@dataclass
+class DatasetConfig:
+    """A LeRobotDataset v3: a hub name, a local folder, or one recorded on first use."""
+
+    repo_id: str = MISSING
+    root: str | None = None  # local folder; null: the hub cache, or <data_dir>/demos/... when `record` is set
+    record: RecordConfig | None = None
+    episodes: Any = None  # the first n, or a list such as [0, 3, 10-49]; their statistics then normalise. null: all
+    exclude: list[Any] = field(default_factory=list)  # episodes to leave out, as such a list
+    rename: RenameConfig = field(default_factory=RenameConfig)
+    statistics: str = "stored"  # of a whole dataset: LeRobot's stored ones | frames: computed here
+    tolerance_s: float = 1e-4  # how far a timestamp may lie beside its video frame
+    conventions: DatasetConventions = field(default_factory=DatasetConventions)  # where they differ from the schema's
+    batch_size: int = 64  # samples per optimizer step
+    batches_per_job: int = 8  # optimizer steps per training job
+    augmentation: AugmentationConfig | None = None  # null: every frame as it is
 
 
 @dataclass(frozen=True)

@@ -11,15 +11,13 @@ in use what it was trained on::
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import Any, Protocol
 
 import torch
 from tensordict import TensorDict, TensorDictBase
 from torch import Tensor
 from torch.nn.functional import interpolate, pad
-
-if TYPE_CHECKING:
-    from nexus_lightning.schema import TenantSchema
 
 FITS = ("pad", "crop", "stretch")
 
@@ -95,7 +93,20 @@ def _resize(images: Tensor, height: int, width: int) -> Tensor:
     return resized.round().to(torch.uint8).reshape(*images.shape[:-2], height, width)
 
 
-def fit_observation(observation: TensorDictBase, schema: TenantSchema) -> TensorDict:
+class Seen(Protocol):
+    """What a tenant's schema says of what its policy sees."""
+
+    @property
+    def cameras(self) -> Sequence[str]: ...
+    @property
+    def image_size(self) -> int: ...
+    @property
+    def image_fit(self) -> str: ...
+    @property
+    def state_dim(self) -> int: ...
+
+
+def fit_observation(observation: TensorDictBase, schema: Seen) -> TensorDict:
     """An observation ``[B]`` with the images of a camera -> as the backbone and the head take it.
 
     Args:

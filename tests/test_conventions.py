@@ -20,7 +20,6 @@ from nexus_lightning.conventions import (
     ORIENTATIONS,
     ROTATION_DIMS,
     DatasetConventions,
-    DatasetConverter,
     PoseLayout,
     absolute_to_delta,
     convert_image,
@@ -30,6 +29,7 @@ from nexus_lightning.conventions import (
     matrix_to_rotation,
     rotation_to_matrix,
 )
+from nexus_lightning.converter import DatasetConverter
 from nexus_lightning.environment import SimulatorEnv
 from nexus_lightning.features.store import FeatureStore
 from nexus_lightning.producers.demonstrations import DemonstrationReader, dataset_stats, open_dataset

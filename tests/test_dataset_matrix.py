@@ -15,7 +15,8 @@ from lerobot_data import Data, Frame, write
 
 from models.heads.mlp import ChunkMLPHead
 from nexus_lightning.config import DatasetConfig, RenameConfig
-from nexus_lightning.conventions import DatasetConventions, DatasetConverter
+from nexus_lightning.conventions import DatasetConventions
+from nexus_lightning.converter import DatasetConverter
 from nexus_lightning.dataset import dataset_problems
 from nexus_lightning.images import fit_images
 from nexus_lightning.objectives.awr import AWR

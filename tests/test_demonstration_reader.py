@@ -14,7 +14,7 @@ from tensordict import TensorDict
 
 from nexus_lightning.backbone import Backbone, VLAFeature
 from nexus_lightning.config import AugmentationConfig, ConfigError, DatasetConfig, validate
-from nexus_lightning.conventions import DatasetConverter
+from nexus_lightning.converter import DatasetConverter
 from nexus_lightning.demonstrations import record_demonstrations
 from nexus_lightning.features.grouping import EncodeRequest, EncodeStats, encode_together, passes
 from nexus_lightning.features.store import FeatureStore

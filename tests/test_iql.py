@@ -18,7 +18,8 @@ from models.heads.flow_matching import FlowMatchingHead
 from models.heads.mlp import ChunkMLPHead
 from nexus_lightning.checkpoint import read_payload, resolve_payload, tensors_digest
 from nexus_lightning.config import ConfigError, validate
-from nexus_lightning.conventions import DatasetConventions, DatasetConverter
+from nexus_lightning.conventions import DatasetConventions
+from nexus_lightning.converter import DatasetConverter
 from nexus_lightning.memory import head_memory
 from nexus_lightning.objectives.awr import AWR
 from nexus_lightning.objectives.iql import IQL, iql_weights

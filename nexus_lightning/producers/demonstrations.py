@@ -16,7 +16,7 @@ from torchvision.transforms.v2 import functional
 
 from nexus_lightning.backbone import Backbone, FeatureSpec, VLAFeature, concatenate_features, sharing_key
 from nexus_lightning.config import AugmentationConfig, ConfigError, DatasetConfig
-from nexus_lightning.conventions import DatasetConverter
+from nexus_lightning.converter import DatasetConverter
 from nexus_lightning.dataset import (
     END_COLUMNS,
     REWARD_COLUMNS,

@@ -9,7 +9,7 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -20,12 +20,9 @@ from nexus_lightning.inference.client import TenantPolicyClient
 from nexus_lightning.inference.policies import ServedPolicies
 from nexus_lightning.inference.server import TenantInferenceServer
 from nexus_lightning.monitoring.stats import wilson_interval
-from nexus_lightning.producers.base import Producer
+from nexus_lightning.producers.base import Producer, RemoteSimulators
 from nexus_lightning.schema import TenantSchema
 from nexus_lightning.simulator import SimulatorDied
-
-if TYPE_CHECKING:
-    from nexus_lightning.producers.remote import RemoteCollector
 
 #: An episode to run: (index of the task, seed).
 Episode = tuple[int, int]
@@ -302,7 +299,7 @@ class Evaluator:
         clock: Callable[[], float],
         video_path: Path | None,
         max_restarts: int = 0,
-        remote: RemoteCollector | None = None,
+        remote: RemoteSimulators | None = None,
     ) -> None:
         self.max_restarts, self.remote = max_restarts, remote
         self.tenant, self.env, self.served, self.server = tenant, env, served, server

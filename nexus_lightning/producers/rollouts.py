@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import torch
 from tensordict import TensorDict
@@ -20,7 +20,7 @@ from nexus_lightning.inference.server import TenantInferenceServer
 from nexus_lightning.monitoring.events import EventLog
 from nexus_lightning.objectives.base import RolloutSettings, algorithm_class
 from nexus_lightning.objectives.policy_gradient import EXECUTED, LOG_PROBS, PROXIMAL_VALUE, cut, next_values
-from nexus_lightning.producers.base import Producer
+from nexus_lightning.producers.base import Producer, RemoteSimulators
 from nexus_lightning.producers.demonstrations import DemonstrationReader
 from nexus_lightning.producers.evaluation import Episode, Evaluated, Evaluator, run_episodes
 from nexus_lightning.queues.jobs import Job, JobState, Scheduler
@@ -28,9 +28,6 @@ from nexus_lightning.queues.training import TrainingQueue
 from nexus_lightning.shares import Metric, Share
 from nexus_lightning.simulator import SimulatorDied
 from nexus_lightning.tenant import TenantSlot, derive_seed
-
-if TYPE_CHECKING:
-    from nexus_lightning.producers.remote import RemoteCollector
 
 #: Columns of a partition that the advantage stage reads; of algorithms with a critic also the next ones.
 ADVANTAGE_FIELDS = (LOG_PROBS, EXECUTED, "reward", "done", "terminated", "episode_seed")
@@ -188,7 +185,7 @@ class RolloutProducer(Producer):
         share: Share | None = None,
         warm_up: DemonstrationReader | None = None,
         max_restarts: int = 0,
-        remote: RemoteCollector | None = None,
+        remote: RemoteSimulators | None = None,
     ) -> None:
         super().__init__(slot.name, on_failure)
         self.remote = remote
@@ -250,7 +247,7 @@ class RolloutProducer(Producer):
         if self.remote is not None:
             self.remote.close()  # nothing else would end what it waits for
 
-    def _collector(self) -> TenantCollector | RemoteCollector:
+    def _collector(self) -> TenantCollector | RemoteSimulators:
         if self.remote is not None:
             return self.remote
         return TenantCollector(
@@ -263,7 +260,7 @@ class RolloutProducer(Producer):
             max_restarts=self.max_restarts,
         )
 
-    def _roll_out(self, job: Job, index: int, version: int, collector: TenantCollector | RemoteCollector) -> None:
+    def _roll_out(self, job: Job, index: int, version: int, collector: TenantCollector | RemoteSimulators) -> None:
         start_s = self.events.now()
         rollout = collector.collect(index, version)
         self.events.span("environment", {self.tenant: job.sample_count}, start_s, self.events.now(), kind="rollout")
