@@ -16,7 +16,16 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from nexus_lightning.config import ConfigError, composition_error, head_overrides, register_configs, to_config
+from nexus_lightning.config import (
+    NULL_ERRORS,
+    ConfigError,
+    composition_error,
+    hydra_overrides,
+    optional_overrides,
+    register_configs,
+    to_config,
+)
+from nexus_lightning.monitoring.lines import disk_refuses
 
 CONF = Path(__file__).parent / "conf"
 #: Overrides of the trials of a multirun that were refused, ended in quarantine or broke off, in this process.
@@ -52,6 +61,9 @@ def main(cfg: DictConfig) -> float | None:
         failure, code = f"error: {error}", 2
     except Quarantined as error:
         failure, code = str(error), 1
+    except OSError as error:
+        full = f"error: {error}; make room, then ckpt_path=last goes on from what was saved"
+        failure, code = full if disk_refuses(error) else traceback.format_exc(), 1
     except Exception:
         failure, code = traceback.format_exc(), 1
     print(failure, file=sys.stderr, flush=True)
@@ -102,11 +114,20 @@ def run(cfg: DictConfig) -> float | None:
 
 def command_line() -> int:
     """Exit code: 0, 1 with a tenant in quarantine, 2 when refused; of a multirun 1 when any trial has failed."""
-    sys.argv[1:] = head_overrides(sys.argv[1:])
+    sys.argv[1:] = hydra_overrides(sys.argv[1:])
     debug = "HYDRA_FULL_ERROR" in os.environ
     os.environ["HYDRA_FULL_ERROR"] = "1"  # errors come here: Hydra's own report advises to use + and ends with 1
     try:
-        main()
+        try:
+            main()
+        except NULL_ERRORS:  # main() tells its own: an override of a part of what is null does not compose
+            words = get_args_parser().parse_args()
+            overrides = words.overrides
+            rewritten = optional_overrides(CONF, overrides, [Path(words.config_dir)] if words.config_dir else [])
+            if debug or rewritten == overrides:
+                raise
+            sys.argv[1:] = [word for word in sys.argv[1:] if word not in overrides] + rewritten
+            main()
     except TrialFailed as error:
         FAILED_TRIALS[:] = FAILED_TRIALS or [str(error)]  # a launcher may run trials in other processes
     except (HydraException, OmegaConfBaseException, AssertionError, AttributeError) as error:

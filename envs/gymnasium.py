@@ -8,9 +8,11 @@ from typing import Any, ClassVar
 
 import gymnasium
 import numpy as np
+import torch
 from gymnasium.envs.registration import load_env_creator
 from gymnasium.utils.seeding import np_random
 
+from nexus_lightning.images import fit_images
 from nexus_lightning.simulator import ContractError, Simulator, StepResult, as_flag, as_number, check_frame
 
 #: ``info`` keys that tell success in the wild; the first one that is there counts.
@@ -28,8 +30,7 @@ class GymnasiumSimulator(Simulator):
 
     Observations: a Dict space is read by key, any other one has the single key ``observation``. ``state_keys`` are
     flattened and put one after the other; without any, the state is one 0. A camera shows an image of the observation
-    (``image_keys``) or, when it is not listed there, the rendered frame; both are squeezed to a square of
-    ``image_size``.
+    (``image_keys``) or, when it is not listed there, the rendered frame.
 
     Episodes: ``terminated`` is the environment's own, ``truncated`` its time limit (a step that is both counts as
     terminated). Success is ``info[success_key]``; without that key ``info["is_success"]`` or ``info["success"]``; where
@@ -50,7 +51,7 @@ class GymnasiumSimulator(Simulator):
         id: Gymnasium's; ``module:Name-v0`` imports ``module``, which registers ``Name-v0``, first.
         instruction: what the policy is told.
         cameras: names, in the order of the schema.
-        image_size: pixels.
+        image_size: squeeze them to a square of so many pixels; None: as they are, see ``schema.image_fit``.
         state_keys: keys of the observation that make the state; may be left out when it is no Dict and no image.
         image_keys: camera -> key of the observation (uint8 ``[H, W, 3]``).
         scale_state: rescale the state from the bounds of its spaces to [-1, 1], for tenants without dataset statistics.
@@ -77,7 +78,7 @@ class GymnasiumSimulator(Simulator):
         id: str,
         instruction: str,
         cameras: Sequence[str] = (),
-        image_size: int = 128,
+        image_size: int | None = None,
         state_keys: Sequence[str] | None = None,
         image_keys: Mapping[str, str] | None = None,
         scale_state: bool = False,
@@ -240,13 +241,11 @@ class GymnasiumSimulator(Simulator):
         return found
 
     def _fitted(self, image: np.ndarray) -> np.ndarray:
-        """uint8 ``[H, W, 3]`` -> ``[3, image_size, image_size]``, averaged where it gets smaller."""
-        size = (self.image_size, self.image_size)
-        if image.shape[:2] != size:
-            from PIL import Image
-
-            image = np.asarray(Image.fromarray(image).resize(size, Image.Resampling.BILINEAR))
-        return np.ascontiguousarray(np.moveaxis(image, -1, 0))
+        """uint8 ``[H, W, 3]`` -> ``[3, H, W]``, or the square of ``image_size``."""
+        channels_first = np.ascontiguousarray(np.moveaxis(image, -1, 0))
+        if self.image_size is None:
+            return channels_first
+        return fit_images(torch.from_numpy(channels_first), self.image_size, "stretch").numpy()
 
 
 def _is_image(space: gymnasium.Space) -> bool:

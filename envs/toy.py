@@ -10,7 +10,7 @@ import torch
 from torchrl.envs.custom import ToyVLAEnv
 
 from nexus_lightning.schema import TenantSchema
-from nexus_lightning.simulator import Simulator, StepResult, Suite
+from nexus_lightning.simulator import Simulator, StepResult, Suite, dim_problems
 
 #: What the state holds beyond proprioception.
 PRIVILEGED = ("target_action",)
@@ -54,11 +54,9 @@ class ToySimulator(Simulator):
 
     @classmethod
     def problems(cls, arguments: Mapping[str, Any], schema: TenantSchema) -> list[str]:
-        action_dim, found = arguments.get("action_dim", 2), []
-        for key, dim in (("state_dim", 2 * action_dim), ("action_dim", action_dim)):
-            if getattr(schema, key) != dim:
-                found.append(f"{key}={getattr(schema, key)}: the toy with action_dim={action_dim} has {dim}")
-        return found
+        dim = arguments.get("action_dim", 2)
+        what = f"the toy with action_dim={dim}"
+        return dim_problems(schema, {"state_dim": (2 * dim, what), "action_dim": (dim, what)})
 
     def __init__(
         self,

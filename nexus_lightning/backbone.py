@@ -295,5 +295,6 @@ def check_observation(observation: TensorDict, schema: TenantSchema, instruction
         size = (3, schema.image_size, schema.image_size)
         if image.dtype != torch.uint8 or tuple(image.shape[-3:]) != size:
             raise ValueError(
-                f"camera {camera!r}: expected uint8 {list(size)}, got {image.dtype} {list(image.shape[-3:])}"
+                f"camera {camera!r}: expected uint8 {list(size)}, got {image.dtype} {list(image.shape[-3:])}; "
+                "nexus_lightning.images.fit_observation makes it so"
             )

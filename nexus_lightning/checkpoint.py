@@ -52,6 +52,10 @@ class PayloadError(ValueError):
     """A payload cannot be saved or loaded as asked; the message names the tenant or path, the keys and the fix."""
 
 
+class DamagedPayload(PayloadError):
+    """A file of a version is missing, cut off or changed; the message names the newest intact version beside it."""
+
+
 @dataclass(frozen=True)
 class Payload:
     """One tenant's state as read from disk; all tensors on the CPU.
@@ -178,7 +182,7 @@ def write_payload(
     if folder.resolve() != folder:
         raise PayloadError(f"{what}: {folder} leads outside of {root}: payload folders must not be links")
     _remove_temporaries(folder)
-    previous = _latest_name(folder)
+    previous = _sound_latest(folder)
     target = _same_content(folder, version, full_manifest)
     created = None
     temporary = folder / f"{TEMPORARY}{uuid.uuid4().hex}"
@@ -200,7 +204,7 @@ def write_payload(
             shutil.rmtree(created, ignore_errors=True)
         _remove_temporaries(folder)
         if isinstance(error, OSError):
-            name = _latest_name(folder)
+            name = _sound_latest(folder)
             in_force = f"{name} stays in force" if name else "there is no earlier version"
             raise OSError(
                 error.errno, f"{what} was not saved to {folder}: {error.strerror or error}; {in_force}"
@@ -365,20 +369,29 @@ def resolve_payload(path: Path | str) -> Path:
 
     Raises:
         PayloadError: neither; lists the versions that are there.
+        DamagedPayload: the version has no manifest.
     """
     path = Path(path)
     if (path / "manifest.json").is_file():
         return path
     if not path.is_dir():
         raise PayloadError(f"{path}: no such folder; give a version folder (v00000012) or a tenant's folder")
-    name = _latest_name(path)
+    if _FOLDER.fullmatch(path.name):
+        raise DamagedPayload(f"{path}: manifest.json is missing; {_intact_beside(path)}")
+    try:
+        name = _latest_name(path)
+    except PayloadError as error:
+        raise DamagedPayload(f"{error}; {_intact_beside(path / 'latest')}") from error
     there = _version_folders(path)
     if name is None:
         raise PayloadError(
             f"{path}: neither a payload nor a tenant's folder with a 'latest' file; versions here: {_listed(there)}"
         )
     if not (path / name / "manifest.json").is_file():
-        raise PayloadError(f"{path}: 'latest' names {name}, which is not there; versions here: {_listed(there)}")
+        raise DamagedPayload(
+            f"{path}: 'latest' names {name}, which is not there; versions here: {_listed(there)}; "
+            f"{_intact_beside(path / name)}"
+        )
     return path / name
 
 
@@ -396,20 +409,20 @@ def read_payload(path: Path | str, *, expected_keys: Iterable[str] | None = None
         expected_keys: names that the tensors must have, no more and no less.
 
     Raises:
-        PayloadError: a file is missing or damaged, the format is unknown, or the keys differ.
+        DamagedPayload: a file is missing or damaged; names the newest intact version beside it.
+        PayloadError: the format is unknown, or the keys differ.
     """
     path = resolve_payload(path)
-    manifest = read_manifest(path)
-    files = {}
-    for name in _DATA_FILES:
-        file = path / name
-        if name not in manifest["files"] or not file.is_file():
-            raise PayloadError(f"{path}: {name} is missing: the payload is incomplete, use another version")
-        files[name] = file.read_bytes()
-        if hashlib.sha256(files[name]).hexdigest() != manifest["files"][name]:
-            raise PayloadError(
-                f"{path}: {name} does not match its sha256 in the manifest: damaged, use another version"
-            )
+    try:
+        manifest, files = _read_files(path)
+    except DamagedPayload as error:
+        raise DamagedPayload(f"{error}; {_intact_beside(path)}") from error
+    return _payload(path, manifest, files, expected_keys)
+
+
+def _payload(
+    path: Path, manifest: dict[str, Any], files: dict[str, bytes], expected_keys: Iterable[str] | None = None
+) -> Payload:
     tensors = safetensors_load(files["head.safetensors"])
     _check_keys(f"{path} (tenant {manifest['tenant']!r})", tensors, expected_keys)
     optimizer_tensors = safetensors_load(files["optimizer.safetensors"])
@@ -423,6 +436,63 @@ def read_payload(path: Path | str, *, expected_keys: Iterable[str] | None = None
         optimizer_state[int(index)][name] = tensor
     optimizer = {"state": optimizer_state, "param_groups": plain["optimizer"]["param_groups"]}
     return Payload(tensors, optimizer, plain["state"], manifest, path, rng)
+
+
+def read_newest(folder: Path | str) -> tuple[Payload | None, list[str]]:
+    """The newest intact version of a tenant's folder: ``latest`` if that is intact, else the next older one that is.
+
+    Returns:
+        The payload, None when no version is intact, and a line for each damaged one that would have come before it.
+    """
+    folder, damaged = Path(folder), []
+    for path in _newest_first(folder):
+        try:
+            return _payload(path, *_read_files(path)), damaged
+        except PayloadError as error:
+            damaged.append(str(error))
+    return None, damaged
+
+
+def is_intact(path: Path) -> bool:
+    """Whether every file of a version folder is what its manifest says; reads all of them."""
+    try:
+        _read_files(path)
+    except PayloadError:
+        return False
+    return True
+
+
+def _newest_first(folder: Path) -> list[Path]:
+    """The version folders: ``latest`` (a policy that went back to an older version saves a lower number), then from
+    the newest to the oldest."""
+    latest = _sound_latest(folder)
+    return sorted(list_payloads(folder)[::-1], key=lambda path: path.name != latest)
+
+
+def _intact_beside(path: Path) -> str:
+    """Half a sentence for the error about a damaged version."""
+    found = next((other.name for other in _newest_first(path.parent) if other != path and is_intact(other)), None)
+    return "no version beside it is intact" if found is None else f"the newest intact version beside it is {found}"
+
+
+def _read_files(path: Path) -> tuple[dict[str, Any], dict[str, bytes]]:
+    """Manifest and data files of a version folder, checked.
+
+    Raises:
+        DamagedPayload: see there; without what is beside it.
+    """
+    manifest, files = read_manifest(path), {}
+    for name in _DATA_FILES:
+        file = path / name
+        if name not in manifest.get("files", ()) or not file.is_file():
+            raise DamagedPayload(f"{path}: {name} is missing: the payload is incomplete")
+        try:
+            files[name] = file.read_bytes()
+        except OSError as error:
+            raise DamagedPayload(f"{path}: {name} cannot be read ({error.strerror})") from error
+        if hashlib.sha256(files[name]).hexdigest() != manifest["files"][name]:
+            raise DamagedPayload(f"{path}: {name} does not match its sha256 in the manifest: damaged")
+    return manifest, files
 
 
 def load_into(module: nn.Module, payload: Payload) -> None:
@@ -449,12 +519,13 @@ def read_manifest(path: Path) -> dict[str, Any]:
     """What a version folder says about itself, without reading its tensors.
 
     Raises:
-        PayloadError: it cannot be read, or is of another format.
+        DamagedPayload: it cannot be read.
+        PayloadError: it is of another format.
     """
     try:
         manifest = json.loads((path / "manifest.json").read_bytes())
     except (OSError, ValueError) as error:
-        raise PayloadError(f"{path}: manifest.json cannot be read ({error}): use another version") from error
+        raise DamagedPayload(f"{path}: manifest.json cannot be read ({error})") from error
     if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
         raise PayloadError(f"{path}: manifest.json is not of payload format {FORMAT}")
     return manifest
@@ -470,6 +541,14 @@ def _latest_name(folder: Path) -> str | None:
             f"write one of {_listed(_version_folders(folder))}"
         )
     return name
+
+
+def _sound_latest(folder: Path) -> str | None:
+    """:func:`_latest_name`, None also when that file is damaged: the next save writes it anew."""
+    try:
+        return _latest_name(folder)
+    except PayloadError:
+        return None
 
 
 def _version_folders(folder: Path) -> list[str]:

@@ -22,23 +22,42 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, is_dataclass
 from pathlib import Path
-from typing import Any, get_args, get_origin, get_type_hints
+from typing import Any, cast, get_args, get_origin, get_type_hints
 
 import torch
 from hydra import compose, initialize_config_dir
 from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException, MissingConfigException
 from hydra.utils import get_class
-from omegaconf import MISSING, DictConfig, OmegaConf
+from omegaconf import MISSING, DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from nexus_lightning.backbone import Backbone
-from nexus_lightning.conventions import DatasetConventions, DatasetConverter
+from nexus_lightning.bounds import bounds_problems
+from nexus_lightning.conventions import DatasetConventions
+from nexus_lightning.converter import DatasetConverter
+from nexus_lightning.dataset import (
+    END_COLUMNS,
+    REWARD_COLUMNS,
+    STATISTICS,
+    AugmentationConfig,
+    DatasetConfig,
+    RenameConfig,
+    about,
+    check_episodes,
+    chosen_episodes,
+    dataset_problems,
+    lerobot_home,
+    named_root,
+)
 from nexus_lightning.demonstrations import RECORD_FILE, describe_recording
 from nexus_lightning.head import ActionHead, choose_kind
+from nexus_lightning.objectives import algorithm_of, default_algorithm, shipped
+from nexus_lightning.objectives.base import AlgorithmSettings, Objective, RolloutSettings, algorithm_class
 from nexus_lightning.optim import make_optimizer
 from nexus_lightning.queues.policy import Policy
 from nexus_lightning.schema import TenantSchema
@@ -67,12 +86,6 @@ RATE_KEYS = {
 #: Arguments of every head that are not its YAML's: the tenant's schema and the backbone say what they are.
 HEAD_ARGUMENTS = ("feature_spec", "schema", "backbone")
 LR_SCHEDULES = ("constant", "cosine")
-ALGORITHM_CHOICES = {
-    "name": ("ppo", "grpo", "reinforce", "awr", "iql"),
-    "discount_per": ("chunk", "step"),
-    "log_prob_level": ("chunk", "action", "token"),
-    "log_prob": ("sum", "mean"),
-}
 FEATURE_REUSE = ("auto", "always", "never")
 STRATEGIES = ("auto", "single", "ddp", "fsdp2")
 PRECISIONS = ("32-true", "bf16-true", "bf16-mixed", "64-true")
@@ -106,6 +119,7 @@ class SchemaConfig:
     execute: int = MISSING
     cameras: list[str] = field(default_factory=list)
     image_size: int = 128
+    image_fit: str = "pad"
     image_orientation: str = "upright"
     control_hz: float = 20.0
     action_convention: str = "delta"
@@ -119,43 +133,6 @@ class SchemaConfig:
     privileged: list[str] = field(default_factory=list)
     state_names: list[str] = field(default_factory=list)
     action_names: list[str] = field(default_factory=list)
-
-
-@dataclass
-class RecordConfig:
-    """How to record the dataset with a scripted expert when it is not there yet."""
-
-    expert: str = MISSING  # dotted path of a function: simulator -> iterator of native actions
-    episodes: int = MISSING  # successful episodes to keep
-    first_seed: int = 1000  # seeds first_seed, first_seed + 1, ...: keep them apart from the evaluation's
-    workers: int = 2  # simulator processes
-    random_share: float = 0.0  # mixed quality: each episode mixes random actions in, by a share drawn from 0 to this
-    keep_failures: bool = False  # keep failed episodes too (offline RL learns from both)
-
-
-@dataclass
-class AugmentationConfig:
-    """Image augmentation as K views of every frame, each encoded once; pass e over the data sees view e mod K."""
-
-    views: int = 4  # view 0 is the frame itself
-    crop: float = 0.9  # smallest share of height and width that a random crop keeps
-    brightness: float = 0.2  # factor 1 +- this
-    contrast: float = 0.2  # factor 1 +- this
-
-
-@dataclass
-class DatasetConfig:
-    """A LeRobotDataset v3: a hub name, a local folder, or one recorded on first use."""
-
-    repo_id: str = MISSING
-    root: str | None = None  # local folder; null: the hub cache, or <data_dir>/demos/... when `record` is set
-    record: RecordConfig | None = None
-    episodes: int | None = None  # only the first n, whose statistics then normalise
-    camera_keys: dict[str, str] = field(default_factory=dict)  # schema camera -> dataset key, where they differ
-    conventions: DatasetConventions = field(default_factory=DatasetConventions)  # where they differ from the schema's
-    batch_size: int = 64  # samples per optimizer step
-    batches_per_job: int = 8  # optimizer steps per training job
-    augmentation: AugmentationConfig | None = None  # null: every frame as it is
 
 
 @dataclass
@@ -178,32 +155,6 @@ class FeaturesConfig:
 
     reuse: str = "auto"  # auto: rl when they fit the queue budget, sft always | always | never: encoded again
     warm_up: bool = True  # of a dataset: encode all frames before the first job; false: when they are first needed
-
-
-@dataclass
-class AlgorithmConfig:
-    """How a tenant of task rl or offline_rl learns; see nexus_lightning/objectives."""
-
-    name: str = "ppo"  # rl: ppo | grpo | reinforce; offline_rl: awr | iql
-    chunks_per_job: int | None = None  # rl: policy decisions per simulator and training job
-    epochs: int = 4
-    minibatch_size: int = 64
-    gamma: float = 0.99  # rl: per `discount_per`; offline_rl: per environment step
-    discount_per: str = "chunk"  # chunk: every decision | step: every environment step that the decision took
-    group_size: int | None = None  # grpo: simulators that start from the same initial state
-    gae_lambda: float = 0.95
-    bootstrap_truncated: bool = True  # false: reaching the horizon is a failure (value 0), not a cut
-    clip_epsilon: float = 0.2
-    proximal: bool = False  # ppo, grpo: clip against the policy at the start of the job, not the one that acted
-    entropy_coef: float = 0.0
-    critic_coef: float = 0.5
-    value_warmup_jobs: int = 0  # train only the critic for this many jobs
-    sft_weight: float | None = None  # rl: of the supervised loss on `dataset`, dataset.batch_size samples per minibatch
-    temperature: float = 0.1  # offline_rl: of the advantage weights, in units of the return (IQL's beta is its inverse)
-    expectile: float | None = None  # offline_rl: of the critic; 0.5 is the mean. null: awr 0.5, iql 0.7
-    target_rate: float = 0.05  # iql: share of the new weights in the slow Q networks, after every optimizer step
-    log_prob_level: str = "chunk"  # what has a likelihood ratio of its own: chunk | action | token (one dim)
-    log_prob: str = "sum"  # over the elements of such a unit: sum | mean
 
 
 @dataclass
@@ -237,7 +188,7 @@ class TenantConfig:
     lr_scheduler: dict[str, Any] | None = None  # `_target_` and its arguments; null: by the head's keys
     dataset: DatasetConfig | None = None
     environment: EnvironmentConfig | None = None
-    algorithm: AlgorithmConfig | None = None
+    algorithm: Any = None  # settings of an objectives.base.Objective (`_target_`); null: sft
     features: FeaturesConfig = field(default_factory=FeaturesConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
     init_from: InitFromConfig = field(default_factory=InitFromConfig)
@@ -373,15 +324,28 @@ def register_configs() -> None:
     ConfigStore.instance().store(name="nexus_config", node=NexusConfig)
 
 
-def head_overrides(overrides: list[str]) -> list[str]:
-    """``tenants.<t>.head=<name>`` replaces a tenant's whole head; ``tenants.<t>.head.<key>=...`` adjusts the new one.
+#: What OmegaConf raises at an override of a part of null.
+NULL_ERRORS = (AttributeError, AssertionError)
+#: Where :func:`optional_overrides` puts what Hydra cannot set in a node that is null.
+OPTIONAL = "_optional_"
 
+
+def hydra_overrides(overrides: list[str]) -> list[str]:
+    """Overrides as a user writes them -> as Hydra takes them.
+
+    ``tenants.<t>.head=<name>`` replaces a tenant's whole head; ``tenants.<t>.head.<key>=...`` adjusts the new one.
     Hydra would merge the named head into the tenant's own, or refuse the second override; so both go under a marker
-    that :func:`to_config` resolves.
+    that :func:`to_config` resolves. The same holds of ``tenants.<t>.algorithm=<name>`` (or ``.algorithm.name=<name>``),
+    a file of the group ``algorithm`` anywhere on Hydra's search path. Keys of a mapping (``dataset.rename.cameras``,
+    ``placement.environments`` ...) may be new ones; Hydra asks for a plus before those.
 
     Example:
-        >>> head_overrides(["tenants.a.head=mlp", "tenants.a.head.lr=0.1", "tenants.b.head.lr=0.2"])
+        >>> hydra_overrides(["tenants.a.head=mlp", "tenants.a.head.lr=0.1", "tenants.b.head.lr=0.2"])
         ['++tenants.a.head._new_.name=mlp', '++tenants.a.head._new_.lr=0.1', 'tenants.b.head.lr=0.2']
+        >>> hydra_overrides(["tenants.a.algorithm=grpo", "tenants.a.algorithm.epochs=1"])
+        ['+algorithm@tenants.a.algorithm._new_=grpo', '++tenants.a.algorithm._new_.epochs=1']
+        >>> hydra_overrides(["tenants.a.dataset.rename.cameras.top=observation.image", "seed=1"])
+        ['++tenants.a.dataset.rename.cameras.top=observation.image', 'seed=1']
     """
     by_name = re.compile(r"\+{0,2}tenants\.([^.=]+)\.head=([\w,]+)")
     named = {match[1] for match in map(by_name.fullmatch, overrides) if match and match[2] != "null"}
@@ -393,8 +357,75 @@ def head_overrides(overrides: list[str]) -> list[str]:
         elif key and key[1] in named:
             out.append(f"++tenants.{key[1]}.head._new_.{key[2]}")
         else:
+            out.append(f"++{override}" if _in_mapping(override) else override)
+    return _algorithm_overrides(out)
+
+
+def _algorithm_overrides(overrides: list[str]) -> list[str]:
+    by_name = re.compile(r"\+{0,2}tenants\.([^.=]+)\.algorithm(?:\.name)?=([\w,]+)")
+    named = {match[1] for match in map(by_name.fullmatch, overrides) if match and match[2] != "null"}
+    out = []
+    for override in overrides:
+        match, key = by_name.fullmatch(override), re.fullmatch(r"\+{0,2}tenants\.([^.=]+)\.algorithm\.(.+)", override)
+        if match and match[1] in named:
+            out.append(f"+algorithm@tenants.{match[1]}.algorithm._new_={match[2]}")
+        elif key and key[1] in named:
+            out.append(f"++tenants.{key[1]}.algorithm._new_.{key[2]}")
+        else:
             out.append(override)
     return out
+
+
+def _in_mapping(override: str) -> bool:
+    """Whether it sets a mapping, or a key in one, whose keys the schema does not know."""
+    key, equals, value = override.partition("=")
+    node: type | None = NexusConfig
+    parts = key.split(".") if equals else []
+    while parts and node is not None:
+        each = _hints(node).get(parts.pop(0))
+        if each is None:
+            return False
+        node, by_name = each
+        if by_name and node is None:
+            return bool(parts) or value.lstrip().startswith("{")  # else a group's option is chosen: logger=csv
+        if by_name and parts:  # tenants: which there are, the config groups say
+            parts.pop(0)
+    return False
+
+
+def optional_overrides(conf_dir: Path, overrides: Sequence[str], more: Sequence[Path] = ()) -> list[str]:
+    """Overrides of what is null by default (``tenants.a.dataset.augmentation={views: 3}``, ``placement.ray.address``)
+    where :func:`to_config` finds them: Hydra sets nothing inside null. The others as they are.
+
+    Raises:
+        HydraException: the config groups cannot be composed.
+    """
+    parsed = OverridesParser.create().parse_overrides([*overrides])
+    values, settings = _compose_groups(conf_dir, parsed, more)
+    out = [each.input_line or "" for each in parsed]
+    for place, each in enumerate(parsed):
+        if each in settings and not each.is_delete() and _through_null(values, each):
+            out[place] = f"++{OPTIONAL}.{out[place].lstrip('+')}"
+    return out
+
+
+def _through_null(values: Any, override: Override) -> bool:
+    hints: type | None = NexusConfig
+    *parents, last = override.key_or_group.split(".")
+    whole = not override.is_sweep_override() and not isinstance(override.value(), dict)
+    for part in parents if whole else [*parents, last]:
+        if not isinstance(values, Mapping) or hints is None:
+            return False
+        if part in _hints(hints):
+            hints, by_name = _hints(hints)[part]
+            values = values.get(part)
+            if by_name and hints is not None:
+                continue
+        else:  # the name of a tenant
+            values = values.get(part)
+        if values is None:
+            return hints is not None
+    return False
 
 
 def config_dirs(arguments: Sequence[str]) -> tuple[list[str], list[Path]]:
@@ -433,9 +464,16 @@ def compose_config(conf_dir: Path, overrides: Sequence[str]) -> NexusConfig:
     """
     register_configs()
     words, more = config_dirs(overrides)
-    words = head_overrides(words)
-    with initialize_config_dir(str(conf_dir), version_base="1.3"):
-        cfg = compose("config", overrides=[*_search_path(more), *words])
+    words = hydra_overrides(words)
+
+    def composed(overrides: Sequence[str]) -> DictConfig:
+        with initialize_config_dir(str(conf_dir), version_base="1.3"):
+            return compose("config", overrides=[*_search_path(more), *overrides])
+
+    try:
+        cfg = composed(words)
+    except NULL_ERRORS:
+        cfg = composed(optional_overrides(conf_dir, words, more))
     return to_config(cfg, [conf_dir, *more], words)
 
 
@@ -484,27 +522,13 @@ def override_problems(conf_dir: Path, overrides: Sequence[str]) -> list[str]:
         HydraException: the groups themselves, or the words of an override, cannot be read.
     """
     overrides, more = config_dirs(overrides)
-    overrides = head_overrides(overrides)
+    overrides = hydra_overrides(overrides)
     parsed = OverridesParser.create().parse_overrides(overrides)
     if any(each.is_sweep_override() for each in parsed):
         return []  # of which trial?
     schema = OmegaConf.structured(NexusConfig)
-    ConfigStore.instance().store(name="nexus_config", node=OmegaConf.create(OmegaConf.to_container(schema)))
-    try:
-        with initialize_config_dir(str(conf_dir), version_base="1.3"):
-            options = GlobalHydra.instance().config_loader().get_group_options
-            settings = [
-                each
-                for each in parsed
-                if not (each.is_delete() or each.package or each.key_or_group.startswith("hydra."))
-                and not options(each.key_or_group)
-                and not any((folder / each.key_or_group).is_dir() for folder in more)
-            ]
-            chosen = [each.input_line or "" for each in parsed if each not in settings]
-            cfg = compose("config", overrides=[*_search_path(more), *chosen])
-    finally:
-        register_configs()
-    known, problems = known_keys(OmegaConf.to_container(cfg), NexusConfig)
+    composed, settings = _compose_groups(conf_dir, parsed, more)
+    known, problems = known_keys(composed, NexusConfig)
     try:
         values = OmegaConf.to_container(OmegaConf.merge(schema, known))
         problems += [problem for each in settings if (problem := _put(values, each.key_or_group, each.value()))]
@@ -520,6 +544,31 @@ def override_problems(conf_dir: Path, overrides: Sequence[str]) -> list[str]:
     return problems
 
 
+def _compose_groups(
+    conf_dir: Path, overrides: Sequence[Override], more: Sequence[Path] = ()
+) -> tuple[Any, list[Override]]:
+    """What the config groups alone give, merged without the schema, and the overrides that set values in it.
+
+    ``more``: folders beside ``conf_dir``."""
+    plain = OmegaConf.create(OmegaConf.to_container(OmegaConf.structured(NexusConfig)))
+    ConfigStore.instance().store(name="nexus_config", node=plain)
+    try:
+        with initialize_config_dir(str(conf_dir), version_base="1.3"):
+            options = GlobalHydra.instance().config_loader().get_group_options
+            settings = [
+                each
+                for each in overrides
+                if not (each.is_delete() or each.package or each.key_or_group.startswith("hydra."))
+                and not options(each.key_or_group)
+                and not any((folder / each.key_or_group).is_dir() for folder in more)
+            ]
+            chosen = [each.input_line or "" for each in overrides if each not in settings]
+            cfg = compose("config", overrides=[*_search_path(more), *chosen])
+    finally:
+        register_configs()
+    return OmegaConf.to_container(cfg), settings
+
+
 def _put(values: Any, key: str, value: Any) -> str | None:
     """Set a dotted key, known or not; returns why that cannot be done."""
     *parents, last = key.split(".")
@@ -527,11 +576,11 @@ def _put(values: Any, key: str, value: Any) -> str | None:
         return no_such_key("tenants", f"tenants.{tenant}", {} if parents[1:] else value, list(values["tenants"]))
     node = values
     for depth, parent in enumerate(parents):
-        node = node.setdefault(parent, {})
+        if node.get(parent) is None:
+            node[parent] = {}
+        node = node[parent]
         if not isinstance(node, dict):
-            where = ".".join(parents[: depth + 1])
-            fix = "null here; give it in a YAML file, for example an experiment" if node is None else f"{node!r}"
-            return f"{key}={value!r}: {where} is {fix}"
+            return f"{key}={value!r}: {'.'.join(parents[: depth + 1])} is {node!r}"
     node[last] = value
     return None
 
@@ -539,7 +588,7 @@ def _put(values: Any, key: str, value: Any) -> str | None:
 def to_config(cfg: DictConfig, folders: Sequence[Path] = (), overrides: Sequence[str] = ()) -> NexusConfig:
     """Composed Hydra config -> typed objects.
 
-    A head given by name (``tenants.libero.head=flow_matching``, see :func:`head_overrides`; in an experiment ``head:
+    A head given by name (``tenants.libero.head=flow_matching``, see :func:`hydra_overrides`; in an experiment ``head:
     {_new_: {name: flow_matching}}``) is read from ``<folder>/head/<name>.yaml`` in place of the tenant's own. Its keys
     come from there, then from ``_new_``, then from ``overrides``.
 
@@ -554,12 +603,26 @@ def to_config(cfg: DictConfig, folders: Sequence[Path] = (), overrides: Sequence
             all listed, and with unknown keys everything that :func:`validate` finds in the rest.
     """
     cfg, folders = cfg.copy(), folders or [Path("conf")]
-    _, problems = known_keys(OmegaConf.to_container(cfg), NexusConfig)
+    values = OmegaConf.to_container(cfg)
+    assert isinstance(values, dict)
+    optional, problems = known_keys(values.pop(OPTIONAL, {}), NexusConfig)
+    problems += known_keys(values, NexusConfig)[1]
+    if OPTIONAL in cfg:
+        with open_dict(cfg):
+            del cfg[OPTIONAL]
+        try:
+            cfg = cast(DictConfig, OmegaConf.merge(cfg, optional))
+        except OmegaConfBaseException as error:
+            raise ConfigError([*problems, f"{error.full_key}: {str(error).splitlines()[0]}"]) from error
     unknown = len(problems)
     matches = [re.fullmatch(r"\+{0,2}tenants\.([^.=]+)\.head\.(\w+)(?:\..+)?=.*", o, re.DOTALL) for o in overrides]
     asked = {(match[1], match[2]) for match in matches if match and match[2] != "_new_"}
     for name in cfg.tenants:
         tenant = cfg.tenants[name]
+        algorithm = tenant.get("algorithm")
+        if OmegaConf.is_dict(algorithm) and ("_new_" in algorithm or "name" in algorithm):
+            given = OmegaConf.to_container(algorithm)
+            tenant.algorithm = replaced_algorithm(given, f"tenants.{name}.algorithm", overrides)  # type: ignore[arg-type]
         if OmegaConf.is_missing(tenant, "head"):
             continue
         head = tenant.head
@@ -583,11 +646,15 @@ def to_config(cfg: DictConfig, folders: Sequence[Path] = (), overrides: Sequence
         for override in overrides:
             problems += _typed_rate_problems(override, name, tenant)
         _hand_over_rates(tenant)
+        try:
+            tenant.algorithm = typed_algorithm(tenant.algorithm, tenant.task, f"tenants.{name}.algorithm")
+        except ConfigError as error:
+            problems += error.problems
     if problems:
         try:
             validate(config)
         except ConfigError as error:
-            problems += error.problems
+            problems += [problem for problem in error.problems if problem not in problems]
         raise ConfigError(problems)
     return config
 
@@ -604,6 +671,95 @@ def _typed_rate_problems(override: str, name: str, tenant: TenantConfig) -> list
             fix = by_file if key == "lr_schedule" else f"write tenants.{name}.{part}.{key}={value}"
             return [f"tenants.{name}.head.{key}={value}: tenants.{name}.{part} says it; {fix}"]
     return []
+
+
+def replaced_algorithm(values: dict[str, Any], key: str, overrides: Sequence[str] = ()) -> dict[str, Any]:
+    """An algorithm with another one in its place: under ``_new_`` (see :func:`head_overrides`), or a ``name``, which is
+    that of a file in ``nexus_lightning/objectives``.
+
+    Of the former one's settings those that differ from its defaults go along, as far as the new one has them; what
+    ``overrides`` set of the new one comes first.
+
+    Raises:
+        ConfigError: there is no such algorithm.
+    """
+    former = {name: value for name, value in values.items() if name not in ("_new_", "name")}
+    new = values.get("_new_")
+    if new is None:
+        if values["name"] not in shipped():
+            raise ConfigError([_unknown_choice(f"{key}.name", values["name"], list(shipped()))])
+        new = {"_target_": shipped()[values["name"]].configure()._target_}
+        if former.get("_target_", new["_target_"]) == new["_target_"]:
+            return {**{name: value for name, value in former.items() if value is not None}, **new}
+    valid, defaults = _settings(new["_target_"], key), {}
+    if "_target_" in former:
+        defaults = _settings(former.pop("_target_"), key)
+    asked = [o.partition("=")[0].rpartition("._new_.")[2] for o in overrides if f"{key}._new_." in o]
+    kept = {
+        name: value
+        for name, value in former.items()
+        if name not in asked and (name not in defaults or (name in valid and value != defaults[name]))
+    }
+    return {**new, **kept}
+
+
+def _settings(target: Any, key: str) -> dict[str, Any]:
+    """Settings of an algorithm and their defaults."""
+    return asdict(_algorithm(target, key).configure())
+
+
+def _algorithm(target: Any, key: str) -> type[Objective]:
+    """The class that ``_target_`` names.
+
+    Raises:
+        ConfigError: it cannot be imported, or is no algorithm.
+    """
+    try:
+        cls = get_class(str(target))
+    except Exception as error:  # Hydra wraps every import problem; the text names the module that failed
+        raise ConfigError([f"{key}._target_={target}: cannot be imported ({error})"]) from error
+    if not issubclass(cls, Objective) or not cls.task:
+        needed = "subclass nexus_lightning.objectives.base.Objective, and name its task"
+        raise ConfigError([f"{key}._target_={target}: is no algorithm; {needed}"])
+    return cls
+
+
+def typed_algorithm(values: Any, task: str, key: str) -> Any:
+    """A tenant's ``algorithm`` -> settings of the class that it names; without any the default of sft.
+
+    Raises:
+        ConfigError: it names no algorithm, keys that the algorithm does not have (all), a value of another type.
+    """
+    if isinstance(values, AlgorithmSettings):
+        return values
+    default = default_algorithm(task)
+    if values is None:
+        return None if task != "sft" or default is None else default.configure()
+    if not isinstance(values, Mapping):
+        raise ConfigError([f"{key}={values!r}: must be a mapping with `_target_`, see conf/algorithm"])
+    if "name" in values:
+        values = replaced_algorithm(dict(values), key)
+    if "_target_" not in values:
+        if default is None:
+            raise ConfigError([f"{key}: must have a `_target_` (see conf/algorithm), or the `name` of a shipped one"])
+        values = {"_target_": default.configure()._target_, **values}
+    return object_of(_algorithm(values["_target_"], key).settings_class, values, key)
+
+
+def saved_tenant(values: Mapping[str, Any], key: str) -> TenantConfig:
+    """The tenant of a payload's manifest, where an older version has one flat class for all algorithms: settings that
+    the tenant's algorithm does not have are left out.
+
+    Raises:
+        ConfigError: see :func:`object_of`.
+    """
+    old = values.get("algorithm")
+    if isinstance(old, Mapping) and "_target_" not in old and old.get("name") in shipped():
+        cls = shipped()[old["name"]]
+        valid = _settings(target := cls.configure()._target_, key)
+        kept = {name: value for name, value in old.items() if name in valid and value is not None}
+        values = {**values, "algorithm": {**kept, "_target_": target}}
+    return tenant_from_dict(values, key)
 
 
 def no_such_key(owner: str, key: str, value: Any, valid: Sequence[str]) -> str:
@@ -675,9 +831,27 @@ def tenant_from_dict(values: Any, key: str) -> TenantConfig:
     Raises:
         ConfigError: see :func:`object_of`.
     """
-    tenant = object_of(TenantConfig, values, key)
-    _hand_over_rates(tenant)
-    return tenant
+    data = values.get("dataset") if isinstance(values, Mapping) else None
+    if isinstance(data, Mapping) and "camera_keys" in data:  # payloads from before there was `rename`
+        data = dict(data)
+        data["rename"] = {"cameras": data.pop("camera_keys")}
+        values = {**values, "dataset": data}
+    config, algorithm, problems = None, None, []
+    try:
+        config = object_of(TenantConfig, values, key)
+    except ConfigError as error:
+        problems += error.problems
+    if isinstance(values, Mapping) and "task" in values:
+        try:
+            algorithm = typed_algorithm(values.get("algorithm"), str(values["task"]), f"{key}.algorithm")
+        except ConfigError as error:
+            problems += error.problems
+    if problems:
+        raise ConfigError(problems)
+    assert config is not None
+    config.algorithm = algorithm
+    _hand_over_rates(config)
+    return config
 
 
 def schema_of(config: SchemaConfig) -> TenantSchema:
@@ -969,10 +1143,9 @@ def _tenant_problems(key: str, name: str, tenant: TenantConfig, config: NexusCon
         problems.append(f"{key}.weight={tenant.weight}: must be positive")
     if tenant.environment is not None:
         problems += _environment_problems(key, tenant)
-    if tenant.task in ("sft", "offline_rl"):
-        problems += _sft_problems(key, tenant, schema, config)
-    if tenant.task == "rl":
-        problems += _rl_problems(key, tenant, schema, config)
+    if tenant.task in TASKS:
+        problems += _algorithm_problems(key, tenant)
+        problems += _source_problems(key, tenant, schema, config)
     if tenant.features.reuse not in FEATURE_REUSE:
         problems.append(f"{key}.features.reuse={tenant.features.reuse}: choose one of {', '.join(FEATURE_REUSE)}")
     if tenant.eval.episodes < 0:
@@ -1017,9 +1190,6 @@ def _head_problems(key: str, tenant: TenantConfig, backbone: Any) -> list[str]:
     elif isinstance(cls, type) and issubclass(cls, ActionHead) and tenant.task == "rl":
         if reason := cls.rl_problem(split_head(tenant.head)[1]):
             problems.append(f"{key}.head={cls.__name__}: cannot train by rl: {reason}")
-    iql = tenant.task == "offline_rl" and tenant.algorithm is not None and tenant.algorithm.name == "iql"
-    if iql and isinstance(cls, type) and issubclass(cls, ActionHead) and cls.q_network is ActionHead.q_network:
-        problems.append(f"{key}.head={cls.__name__}: has no q_network, which iql needs; use another head, or awr")
     if isinstance(cls, type) and not issubclass(cls, ActionHead):
         problems.append(f"{key}.head={cls.__name__}: is not an ActionHead; subclass nexus_lightning.head.ActionHead")
     elif isinstance(cls, type) and isinstance(backbone, type) and issubclass(backbone, Backbone):
@@ -1121,12 +1291,6 @@ def _environment_problems(key: str, tenant: TenantConfig) -> list[str]:
             f"{key}.environment.simulator.cameras={list(cameras)}: differs from {key}.schema.cameras="
             f"{list(tenant.schema.cameras)}; names and order must agree"
         )
-    size = environment.simulator.get("image_size")
-    if tenant.schema.cameras and size is not None and size != tenant.schema.image_size:
-        problems.append(
-            f"{key}.environment.simulator.image_size={size}: differs from {key}.schema.image_size="
-            f"{tenant.schema.image_size}"
-        )
     return [*problems, *process_problems(key, environment, cls), *_task_problems(key, tenant, cls)]
 
 
@@ -1179,19 +1343,56 @@ def _task_problems(key: str, tenant: TenantConfig, cls: Any) -> list[str]:
     return problems
 
 
-def _sft_problems(key: str, tenant: TenantConfig, schema: TenantSchema, config: NexusConfig) -> list[str]:
-    if tenant.dataset is None:
-        return [f"{key}.dataset: task {tenant.task} needs a dataset"]
+def _algorithm_problems(key: str, tenant: TenantConfig) -> list[str]:
+    """Type, bounds, task, and what the algorithm itself refuses."""
+    where, task = f"{key}.algorithm", tenant.task
+    choices = [name for name, cls in shipped().items() if cls.task == task]
+    if tenant.algorithm is None and task != "sft":
+        return [f"{where}: task {task} needs an algorithm; choose one of {', '.join(choices)}"]
+    settings = algorithm_of(tenant)
+    if not isinstance(settings, AlgorithmSettings):
+        try:
+            settings = typed_algorithm(settings, task, where)
+        except ConfigError as error:
+            return error.problems
+    algorithm = algorithm_class(settings)
+    if algorithm.task != task:
+        return [
+            f"{where}={algorithm.__name__}: trains task {algorithm.task}; set {key}.task={algorithm.task}, or choose "
+            f"one of {', '.join(choices)}"
+        ]
+    problems = bounds_problems(where, settings)
+    if isinstance(settings, RolloutSettings) and settings.chunks_per_job is None:
+        problems.append(f"{where}.chunks_per_job: a value is required")
+    if task == "rl" and not isinstance(settings, RolloutSettings):
+        problems.append(f"{where}={algorithm.__name__}: its settings must be a subclass of RolloutSettings")
+    head = tenant.head.get("_target_") if isinstance(tenant.head, Mapping) else None
+    try:
+        head = None if head is None else get_class(head)
+    except Exception:  # told with the head
+        head = None
+    return [*problems, *algorithm.problems(key, tenant, head)]
+
+
+def _source_problems(key: str, tenant: TenantConfig, schema: TenantSchema, config: NexusConfig) -> list[str]:
+    """Where the tenant's jobs come from: a dataset, simulators, or both."""
     problems = []
-    if tenant.task == "offline_rl":
-        problems += _offline_problems(key, tenant.algorithm)
-        if tenant.algorithm is not None and tenant.algorithm.name == "iql" and tenant.features.reuse == "never":
-            problems.append(f"{key}.features.reuse=never: iql reads the features of two observations; set it to auto")
-    elif tenant.algorithm is not None:
-        problems.append(f"{key}.algorithm: task sft has none; remove it or set {key}.task=rl")
-    if tenant.algorithm is not None and tenant.algorithm.sft_weight is not None:
-        problems.append(f"{key}.algorithm.sft_weight={tenant.algorithm.sft_weight}: only task rl mixes; remove it")
-    return problems + _data_problems(key, tenant, tenant.dataset, schema, config)
+    if tenant.task == "rl":
+        if tenant.environment is None:
+            problems.append(f"{key}.environment: task rl needs an environment")
+        weight = getattr(tenant.algorithm, "sft_weight", None)
+        if tenant.dataset is not None and weight is None:
+            problems.append(
+                f"{key}.dataset: task rl reads it only with {key}.algorithm.sft_weight, for example 0.1; to start from "
+                f"demonstrations use {key}.init_from.recipe"
+            )
+        if weight is not None and tenant.dataset is None:
+            problems.append(f"{key}.algorithm.sft_weight={weight}: needs {key}.dataset, the demonstrations to mix in")
+    elif tenant.dataset is None:
+        problems.append(f"{key}.dataset: task {tenant.task} needs a dataset")
+    if tenant.dataset is not None:
+        problems += _data_problems(key, tenant, tenant.dataset, schema, config)
+    return problems
 
 
 def _data_problems(
@@ -1200,16 +1401,17 @@ def _data_problems(
     problems = []
     if importlib.util.find_spec("lerobot") is None:
         problems.append(f"{key}.dataset: package lerobot is missing; pip install 'lerobot[dataset]>=0.6.1,<0.7'")
-    if dataset.episodes is not None and dataset.episodes < 1:
-        problems.append(f"{key}.dataset.episodes={dataset.episodes}: at least 1, or null for all")
+    try:
+        check_episodes(dataset.episodes, dataset.exclude)
+    except ValueError as error:
+        problems.append(f"{key}.dataset.{error}")
+        return problems
+    problems += _column_problems(f"{key}.dataset", dataset, schema)
     for name in ("batch_size", "batches_per_job"):
         if getattr(dataset, name) < 1:
             problems.append(f"{key}.dataset.{name}={getattr(dataset, name)}: must be at least 1")
     if dataset.augmentation is not None:
         problems += _augmentation_problems(f"{key}.dataset.augmentation", dataset.augmentation)
-    unknown = set(dataset.camera_keys) - set(schema.cameras)
-    if unknown:
-        problems.append(f"{key}.dataset.camera_keys: {sorted(unknown)} are not in {key}.schema.cameras")
     if dataset.record is not None and not 0 <= dataset.record.random_share <= 1:
         problems.append(f"{key}.dataset.record.random_share={dataset.record.random_share}: must lie in [0, 1]")
     if dataset.record is not None and tenant.environment is None:
@@ -1221,8 +1423,7 @@ def _data_problems(
         problems.append(f"{key}.dataset.conventions: a recording has the schema's conventions; remove them")
     root = dataset_root(tenant, config.data_dir)
     if root is None:
-        return problems
-    problems += _episode_problems(key, dataset, root)
+        return problems + _named_problems(key, tenant, schema)
     if (root / "meta" / "info.json").is_file():
         problems += _dataset_problems(key, tenant, schema, root)
     elif dataset.record is None:
@@ -1230,40 +1431,47 @@ def _data_problems(
             f"{key}.dataset.root={root}: no LeRobotDataset there; record one with scripts/collect_demos.py, "
             f"or set {key}.dataset.record, or leave root empty to use the hub name {dataset.repo_id}"
         )
+    else:
+        try:
+            chosen_episodes(dataset.episodes, dataset.exclude, dataset.record.episodes)
+        except ValueError as error:
+            problems.append(f"{key}.dataset.{about(str(error), root)}")
     return problems
 
 
-def _episode_problems(key: str, dataset: DatasetConfig, root: Path) -> list[str]:
-    """More episodes than the folder has, or than will be recorded into it."""
-    if dataset.episodes is None:
-        return []
-    info, there = root / "meta" / "info.json", None
-    if info.is_file():
-        there = json.loads(info.read_text())["total_episodes"]
-    elif dataset.record is not None:
-        there = dataset.record.episodes
-    if there is None or dataset.episodes <= there:
-        return []
-    return [
-        f"{key}.dataset.episodes={dataset.episodes}: dataset {root} has {there}; ask for at most {there}, or null for "
-        "all of them"
-    ]
-
-
-def _offline_problems(key: str, algorithm: AlgorithmConfig | None) -> list[str]:
-    if algorithm is None or algorithm.name not in ("awr", "iql"):
-        given = None if algorithm is None else algorithm.name
-        return [f"{key}.algorithm.name={given}: task offline_rl needs awr or iql"]
-    problems = []
-    if algorithm.temperature <= 0:
-        problems.append(f"{key}.algorithm.temperature={algorithm.temperature}: must be positive")
-    if algorithm.expectile is not None and not 0 < algorithm.expectile < 1:
-        problems.append(f"{key}.algorithm.expectile={algorithm.expectile}: must lie between 0 and 1")
-    if not 0 < algorithm.target_rate <= 1:
-        problems.append(f"{key}.algorithm.target_rate={algorithm.target_rate}: must lie in (0, 1]")
-    if not 0 <= algorithm.gamma <= 1:
-        problems.append(f"{key}.algorithm.gamma={algorithm.gamma}: must lie in [0, 1]")
+def _column_problems(key: str, dataset: DatasetConfig, schema: TenantSchema) -> list[str]:
+    problems, state = [], dataset.rename.state
+    if unknown := sorted(set(dataset.rename.cameras) - set(schema.cameras)):
+        problems.append(f"{key}.rename.cameras: {unknown} are not in schema.cameras={list(schema.cameras)}")
+    keys = [state] if isinstance(state, str) else state
+    if not isinstance(keys, list) or not keys or not all(isinstance(k, str) and k for k in keys):
+        problems.append(f"{key}.rename.state={state!r}: a key of the dataset, or a list of them, is required")
+    if dataset.statistics not in STATISTICS:
+        problems.append(f"{key}.statistics={dataset.statistics}: choose one of {', '.join(STATISTICS)}")
+    if not 0 < dataset.tolerance_s < math.inf:
+        problems.append(f"{key}.tolerance_s={dataset.tolerance_s}: must be a number of seconds above 0")
+    if dataset.record is not None and dataset.rename != RenameConfig():
+        problems.append(f"{key}.rename: a recording has LeRobot's own keys; remove it")
     return problems
+
+
+def _named_problems(key: str, tenant: TenantConfig, schema: TenantSchema) -> list[str]:
+    """Of a dataset by name: its metadata are fetched when they are not on this machine."""
+    assert tenant.dataset is not None
+    name = tenant.dataset.repo_id
+    root = named_root(name)
+    if root is None:
+        where = f"{key}.dataset.repo_id={name}: no such dataset in {lerobot_home()}"
+        if os.environ.get("HF_HUB_OFFLINE", "0").lower() in ("1", "true", "yes", "on"):
+            return [f"{where}, and HF_HUB_OFFLINE says that the hub is not to be asked; set {key}.dataset.root"]
+        from lerobot.datasets.dataset_metadata import LeRobotDatasetMetadata
+
+        try:
+            root = LeRobotDatasetMetadata(name).root
+        except Exception as error:  # of LeRobot, of the hub and of the network, without a common base
+            reason = (str(error).strip() or repr(error)).splitlines()[0]
+            return [f"{where}, and the hub does not give it ({type(error).__name__}: {reason})"]
+    return _dataset_problems(key, tenant, schema, root, complete=False)
 
 
 def _augmentation_problems(key: str, augmentation: AugmentationConfig) -> list[str]:
@@ -1278,29 +1486,19 @@ def _augmentation_problems(key: str, augmentation: AugmentationConfig) -> list[s
     return problems
 
 
-def _dataset_problems(key: str, tenant: TenantConfig, schema: TenantSchema, root: Path) -> list[str]:
+def _dataset_problems(
+    key: str, tenant: TenantConfig, schema: TenantSchema, root: Path, complete: bool = True
+) -> list[str]:
     assert tenant.dataset is not None
-    features = json.loads((root / "meta" / "info.json").read_text())["features"]
-    problems = []
-    stored = [k.removeprefix("observation.images.") for k in features if k.startswith("observation.images.")]
-    for camera in schema.cameras:
-        wanted = tenant.dataset.camera_keys.get(camera, f"observation.images.{camera}")
-        if wanted not in features:
-            problems.append(
-                f"{key}.schema.cameras={list(schema.cameras)}: dataset {root} has cameras {stored}, not {camera!r}; "
-                f"map it with {key}.dataset.camera_keys.{camera}=<dataset key>"
-            )
-    converter = DatasetConverter(schema, tenant.dataset.conventions)
-    if not converter.problems():
-        for name, dim in (("observation.state", schema.state_dim), ("action", converter.action_dim)):
-            shape = features.get(name, {}).get("shape")
-            if shape is None or list(shape) != [dim]:
-                setting = "state_dim" if name == "observation.state" else "action_dim"
-                through = f", {dim} as {converter.rotation}" if dim != getattr(schema, setting) else ""
-                problems.append(
-                    f"{key}.schema.{setting}={getattr(schema, setting)}{through}: dataset {root} has {name} of shape "
-                    f"{shape}"
-                )
+    if schema.problems():
+        return []
+    converter, needs = DatasetConverter(schema, tenant.dataset.conventions), []
+    if tenant.task == "offline_rl" and isinstance(tenant.algorithm, AlgorithmSettings):
+        reward = tenant.dataset.rename.reward
+        needs.append(REWARD_COLUMNS if reward is None else (reward,))
+        if algorithm_class(tenant.algorithm).needs_ends:
+            needs.append(END_COLUMNS)
+    problems = dataset_problems(key, tenant.dataset, converter, root, complete, needs)
     if (root / RECORD_FILE).is_file():  # recorded by us: it says itself what its conventions are
         recorded = json.loads((root / RECORD_FILE).read_text())["schema"]
         for name in ("action_convention", "rotation", "gripper", "image_orientation"):
@@ -1309,94 +1507,6 @@ def _dataset_problems(key: str, tenant: TenantConfig, schema: TenantSchema, root
                     f"{key}.dataset.conventions.{name}={getattr(converter, name)}: dataset {root} was recorded with "
                     f"{name}={recorded[name]}; set that"
                 )
-    return problems
-
-
-def _rl_problems(key: str, tenant: TenantConfig, schema: TenantSchema, config: NexusConfig) -> list[str]:
-    problems = []
-    if tenant.environment is None:
-        problems.append(f"{key}.environment: task rl needs an environment")
-    algorithm = tenant.algorithm
-    if algorithm is None:
-        return [*problems, f"{key}.algorithm: task rl needs an algorithm"]
-    weight = algorithm.sft_weight
-    if tenant.dataset is not None and weight is None:
-        problems.append(
-            f"{key}.dataset: task rl reads it only with {key}.algorithm.sft_weight, for example 0.1; to start from "
-            f"demonstrations use {key}.init_from.recipe"
-        )
-    if weight is not None and tenant.dataset is None:
-        problems.append(f"{key}.algorithm.sft_weight={weight}: needs {key}.dataset, the demonstrations to mix in")
-    if weight is not None and weight <= 0:
-        problems.append(f"{key}.algorithm.sft_weight={weight}: must be positive, or null for no demonstrations")
-    if tenant.dataset is not None:
-        problems += _data_problems(key, tenant, tenant.dataset, schema, config)
-    for name, choices in ALGORITHM_CHOICES.items():
-        if getattr(algorithm, name) not in choices:
-            problems.append(f"{key}.algorithm.{name}={getattr(algorithm, name)}: choose one of {', '.join(choices)}")
-    if algorithm.name in ("awr", "iql"):
-        where = f"{key}.algorithm.name={algorithm.name}"
-        problems.append(f"{where}: learns from a dataset; set {key}.task=offline_rl, or choose ppo")
-    if algorithm.chunks_per_job is None:
-        return [*problems, f"{key}.algorithm.chunks_per_job: a value is required"]
-    problems += _group_problems(key, algorithm, tenant.environment, tenant.schema.execute)
-    if algorithm.clip_epsilon <= 0:
-        problems.append(f"{key}.algorithm.clip_epsilon={algorithm.clip_epsilon}: must be positive")
-    for name in ("entropy_coef", "critic_coef", "value_warmup_jobs"):
-        if getattr(algorithm, name) < 0:
-            problems.append(f"{key}.algorithm.{name}={getattr(algorithm, name)}: must not be negative")
-    if algorithm.name == "reinforce" and algorithm.epochs != 1:
-        problems.append(f"{key}.algorithm.epochs={algorithm.epochs}: reinforce uses each rollout once; set it to 1")
-    if algorithm.name == "reinforce" and algorithm.entropy_coef:
-        problems.append(f"{key}.algorithm.entropy_coef={algorithm.entropy_coef}: reinforce has none; set it to 0")
-    if algorithm.name == "grpo" and not algorithm.bootstrap_truncated:
-        problems.append(f"{key}.algorithm.bootstrap_truncated=false: grpo has no critic; leave it true")
-    if algorithm.name == "reinforce" and algorithm.proximal:
-        problems.append(f"{key}.algorithm.proximal=true: reinforce clips no ratio; set it to false")
-    if algorithm.name == "grpo" and algorithm.value_warmup_jobs:
-        problems.append(f"{key}.algorithm.value_warmup_jobs={algorithm.value_warmup_jobs}: grpo has no critic; set 0")
-    counts = ("chunks_per_job", "epochs", "minibatch_size")
-    below = [
-        f"{key}.algorithm.{n}={getattr(algorithm, n)}: must be at least 1" for n in counts if getattr(algorithm, n) < 1
-    ]
-    problems += below
-    # grpo leaves decisions out, so its rows never divide evenly
-    if not below and tenant.environment is not None and algorithm.name != "grpo":
-        rows = tenant.environment.num_envs * algorithm.chunks_per_job
-        if algorithm.minibatch_size < rows and rows % algorithm.minibatch_size:
-            problems.append(
-                f"{key}.algorithm.minibatch_size={algorithm.minibatch_size}: must divide the {rows} decisions of a "
-                f"rollout ({key}.environment.num_envs x {key}.algorithm.chunks_per_job), or be at least as large"
-            )
-    for name in ("gamma", "gae_lambda"):
-        if not 0 <= getattr(algorithm, name) <= 1:
-            problems.append(f"{key}.algorithm.{name}={getattr(algorithm, name)}: must lie in [0, 1]")
-    return problems
-
-
-def _group_problems(
-    key: str, algorithm: AlgorithmConfig, environment: EnvironmentConfig | None, execute: int
-) -> list[str]:
-    size, where = algorithm.group_size, f"{key}.algorithm.group_size={algorithm.group_size}"
-    if algorithm.name != "grpo":
-        return [] if size is None else [f"{where}: only grpo has groups; set it to null"]
-    if size is None or size < 2:
-        return [f"{where}: grpo compares episodes of one initial state; it must be at least 2"]
-    problems = []
-    if environment is not None and environment.num_envs % size:
-        problems.append(f"{where}: must divide {key}.environment.num_envs={environment.num_envs}")
-    horizon = None if environment is None else environment.simulator.get("horizon")
-    if environment is not None and len(environment.tasks) > 1 and environment.num_envs // size % len(environment.tasks):
-        problems.append(
-            f"{key}.environment.num_envs={environment.num_envs}: grpo with {len(environment.tasks)} tasks needs a "
-            f"multiple of {size * len(environment.tasks)}, so that every rollout holds the tasks alike"
-        )
-    assert algorithm.chunks_per_job is not None
-    if isinstance(horizon, int) and algorithm.chunks_per_job * execute < horizon:
-        problems.append(
-            f"{key}.algorithm.chunks_per_job={algorithm.chunks_per_job}: grpo needs whole episodes; with "
-            f"{key}.schema.execute={execute} and a horizon of {horizon} at least {-(-horizon // execute)}"
-        )
     return problems
 
 

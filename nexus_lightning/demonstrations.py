@@ -7,7 +7,8 @@
     worker 0 ── episode of seed 2 ──┘
 
 The dataset holds what the simulator gives and takes: raw states, **native** actions (gripper command of the simulator,
-see ``TenantSchema.gripper``), images in the schema's orientation. So a recording never needs ``dataset.conventions``.
+see ``TenantSchema.gripper``), images in the schema's orientation and of the simulator's size. So a recording never
+needs ``dataset.conventions``.
 The result does not depend on the number of workers.
 """
 
@@ -346,14 +347,10 @@ def _check_episode(episode: dict[str, Any], schema: TenantSchema) -> None:
     problems = [
         f"{key}={getattr(schema, key)!r}: the simulator and expert give {value!r}"
         for key, value in found.items()
-        if getattr(schema, key) != value
+        if getattr(schema, key) != value and (key, schema.state_dim) != ("state_dim", 0)
     ]
-    size = (schema.image_size, schema.image_size, 3)
-    for camera in schema.cameras:
-        if camera not in episode["images"]:
-            problems.append(f"cameras: no {camera!r}; the simulator has {sorted(episode['images'])}")
-        elif episode["images"][camera].shape[1:] != size:
-            problems.append(f"image_size={schema.image_size}: {camera!r} is {episode['images'][camera].shape[1:]}")
+    missing = [camera for camera in schema.cameras if camera not in episode["images"]]
+    problems += [f"cameras: no {camera!r}; the simulator has {sorted(episode['images'])}" for camera in missing]
     if problems:
         raise ValueError("schema and simulator disagree: " + "; ".join(problems))
 
@@ -372,29 +369,7 @@ def _write(
     from tqdm import tqdm
 
     datasets.disable_progress_bars()  # one bar per episode written, on top of ours
-    size = schema.image_size
-    features: dict[str, Any] = {
-        f"observation.images.{camera}": {
-            "dtype": "image",
-            "shape": (size, size, 3),
-            "names": ["height", "width", "channels"],
-        }
-        for camera in schema.cameras
-    }
-    features["observation.state"] = {
-        "dtype": "float32",
-        "shape": (schema.state_dim,),
-        "names": list(schema.state_names) or None,
-    }
-    features["action"] = {
-        "dtype": "float32",
-        "shape": (schema.action_dim,),
-        "names": list(schema.action_names) or None,
-    }
-    features["next.success"] = {"dtype": "bool", "shape": (1,), "names": None}
-    dataset = LeRobotDataset.create(
-        repo_id, fps=round(schema.control_hz), features=features, root=root, use_videos=False
-    )
+    dataset: Any = None
     kept: list[int] = []
     tried = 0
     with tqdm(total=episodes, desc="recording demonstrations", unit="episode", disable=not progress) as bar:
@@ -402,12 +377,17 @@ def _write(
             tried += 1
             if episode is None:
                 continue
+            if dataset is None:
+                features = _features(episode, schema)
+                # LeRobot says int; rounded, the recording would not be one of this control rate
+                fps: Any = int(schema.control_hz) if schema.control_hz.is_integer() else schema.control_hz
+                dataset = LeRobotDataset.create(repo_id, fps=fps, features=features, root=root, use_videos=False)
             for k in range(len(episode["action"])):
                 images = {f"observation.images.{c}": episode["images"][c][k] for c in schema.cameras}
                 dataset.add_frame(
                     {
                         **images,
-                        "observation.state": episode["state"][k],
+                        **({"observation.state": episode["state"][k]} if schema.state_dim else {}),
                         "action": episode["action"][k],
                         "next.success": episode["success"][k : k + 1],
                         "task": episode["instruction"],
@@ -421,6 +401,28 @@ def _write(
                 break
     dataset.finalize()  # writes the parquet footers; without it the dataset cannot be read
     return kept, tried
+
+
+def _features(episode: dict[str, Any], schema: TenantSchema) -> dict[str, Any]:
+    """LeRobot's features of a recording: what one episode holds."""
+
+    def vector(dim: int, names: tuple[str, ...]) -> dict[str, Any]:
+        return {"dtype": "float32", "shape": (dim,), "names": list(names) or None}
+
+    images = {
+        f"observation.images.{camera}": {
+            "dtype": "image",
+            "shape": episode["images"][camera].shape[1:],
+            "names": ["height", "width", "channels"],
+        }
+        for camera in schema.cameras
+    }
+    return {
+        **images,
+        **({"observation.state": vector(schema.state_dim, schema.state_names)} if schema.state_dim else {}),
+        "action": vector(schema.action_dim, schema.action_names),
+        "next.success": {"dtype": "bool", "shape": (1,), "names": None},
+    }
 
 
 def _require_lerobot() -> None:

@@ -16,6 +16,7 @@ from torch import Tensor
 from torchrl.data import Binary, Composite, NonTensor, TensorSpec, Unbounded
 from torchrl.envs import EnvBase
 
+from nexus_lightning.images import fit_images
 from nexus_lightning.schema import Normalizer, TenantSchema
 from nexus_lightning.simulator import (
     BatchedHost,
@@ -61,6 +62,7 @@ class _Episode:
     """What env i of the batch looks like now."""
 
     observation: dict[str, Any] | None = None
+    view: View | None = None
     task: int = 0
     seed: int = -1
     length: int = 0
@@ -88,10 +90,11 @@ class SimulatorEnv(EnvBase):
     Un-normalisation and the gripper convention are applied here and nowhere else, so a normalised action cannot reach a
     simulator.
 
-    Keys (N = ``num_envs``, T = ``schema.chunk``, A = ``schema.action_dim``, S = ``schema.state_dim``):
+    Keys (N = ``num_envs``, T = ``schema.chunk``, A = ``schema.action_dim``, S = ``schema.state_dim``,
+    H = ``schema.image_size``):
 
     ============================== =========================== ===================================================
-    ``observation/image/<camera>`` uint8 ``[N, 3, H, W]``      rendered once per chunk
+    ``observation/image/<camera>`` uint8 ``[N, 3, H, H]``      rendered once per chunk, fitted (``schema.image_fit``)
     ``observation/state``          float32 ``[N, S]``          raw (the head's side normalises)
     ``language_instruction``       str per row
     ``vla_action/chunk``           float32 ``[N, T, A]``       action: normalised, +1 opens the gripper
@@ -190,7 +193,7 @@ class SimulatorEnv(EnvBase):
         self.simulators = task_configs(_plain(simulator), tasks)
         self._named_by = (simulator, tuple(tasks))
         self.schema = schema
-        self._view = View(schema.state_dim, schema.cameras, schema.image_size)
+        self._view = View(schema.state_dim, schema.cameras)
         self.normalizer = copy.deepcopy(normalizer).cpu()
         self.num_envs = num_envs
         self.tenant = tenant
@@ -349,7 +352,7 @@ class SimulatorEnv(EnvBase):
         for i in rows:
             episode, last = self._next_episode(i), self._episodes[i]
             if episode is None:
-                self._episodes[i] = _Episode(last.observation, last.task, exhausted=True)
+                self._episodes[i] = _Episode(last.observation, task=last.task, exhausted=True)
             else:
                 task, seed = episode
                 self._episodes[i] = _Episode(task=task, seed=seed)
@@ -461,12 +464,15 @@ class SimulatorEnv(EnvBase):
     def _check_contract(self, answers: Mapping[int, dict[str, Any]]) -> None:
         """What the simulators show must be what the schema promises, at a reset and after every chunk."""
         for i, answer in answers.items():
-            problems = self._view.problems(answer["observation"])
+            episode = self._episodes[i]
+            problems = (episode.view or self._view).problems(answer["observation"])
             if answer["gripper"] != self.schema.gripper:
                 problems.append(f"gripper={self.schema.gripper!r}: the simulator's sign is {answer['gripper']!r}")
             if problems:
                 self.close()
                 raise self._broken(i, answer.get("result"), "; ".join(problems))
+            if episode.view is None and self.schema.cameras:
+                episode.view = self._view.at(answer["observation"])
 
     def _broken(self, i: int, result: ChunkResult | None, problems: str) -> ContractError:
         episode = self._episodes[i]
@@ -479,6 +485,9 @@ class SimulatorEnv(EnvBase):
         where = f" ({steps} steps after the reset with seed {episode.seed}{task})"
         return ContractError(problems + where).of(self.tenant, i, target)
 
+    def _fitted(self, image: Any) -> Tensor:
+        return fit_images(_tensor(image), self.schema.image_size, self.schema.image_fit)
+
     def _tensordict(self) -> TensorDict:
         """The batch as it is now, in fresh tensors."""
         schema, episodes, n = self.schema, self._episodes, self.num_envs
@@ -488,16 +497,22 @@ class SimulatorEnv(EnvBase):
             out = torch.zeros((n, *shape), dtype=dtype)
             for i, episode in enumerate(episodes):
                 if episode.observation is not None:
-                    out[i] = torch.from_numpy(np.ascontiguousarray(get(episode.observation)))
+                    out[i] = get(episode.observation)
             return out
 
         def column(name: str, dtype: torch.dtype) -> Tensor:
             return torch.tensor([[getattr(e, name)] for e in episodes], dtype=dtype)
 
-        observation: dict[str, Any] = {"state": stack(lambda o: o["state"], (schema.state_dim,), torch.float32)}
+        observation: dict[str, Any] = {
+            "state": stack(
+                lambda o: _tensor(o["state"]) if schema.state_dim else torch.zeros(0),
+                (schema.state_dim,),
+                torch.float32,
+            )
+        }
         if schema.cameras:
             size = (3, schema.image_size, schema.image_size)
-            images = {c: stack(lambda o, c=c: o["image"][c], size, torch.uint8) for c in schema.cameras}
+            images = {c: stack(lambda o, c=c: self._fitted(o["image"][c]), size, torch.uint8) for c in schema.cameras}
             observation["image"] = TensorDict(images, batch_size=[n])
         executed = torch.zeros(n, schema.chunk, dtype=torch.bool)
         for i, episode in enumerate(episodes):
@@ -516,6 +531,10 @@ class SimulatorEnv(EnvBase):
             },
             batch_size=[n],
         )
+
+
+def _tensor(value: Any) -> Tensor:
+    return torch.from_numpy(np.ascontiguousarray(value))
 
 
 def use_batched(environment: EnvironmentConfig, ray: RayConfig | None = None) -> bool:

@@ -1,8 +1,8 @@
 """How much memory a backbone and the tenants' heads need: reported in the banner, used by admission, estimated ahead.
 
 Per trainable parameter a tenant holds, in float32: weight, gradient, two Adam moments (Kingma and Ba 2015), the copy
-that inference serves and the spare copy that the next publication reuses; ``ema_decay`` adds the average. The Q
-networks of iql are not served: weight, slow copy, gradient, two moments.
+that inference serves and the spare copy that the next publication reuses; ``ema_decay`` adds the average. Networks
+beside the head (Q networks) are not served: weight, slow copy, gradient, two moments.
 """
 
 from __future__ import annotations
@@ -104,6 +104,10 @@ def free_bytes(device: torch.device) -> int:
     return psutil.virtual_memory().available
 
 
+class NoRoom(ValueError):
+    """A tenant needs more memory than is left."""
+
+
 class Admission:
     """Hands out the memory that is free at the start; refuses the tenant for whom it does not suffice. One that leaves
     gives its part back.
@@ -111,9 +115,11 @@ class Admission:
     Example:
         >>> admission = Admission(free=3_000_000_000)
         >>> admission.admit("a", 2_000_000_000)
-        >>> admission.admit("b", 2_600_000_000)
-        Traceback (most recent call last):
-        ValueError: tenants.b: this tenant needs 2.6 GB, 1.0 GB is free; take a smaller head or fewer tenants
+        >>> try:
+        ...     admission.admit("b", 2_600_000_000)
+        ... except NoRoom as error:
+        ...     print(error)
+        tenants.b: this tenant needs 2.6 GB, 1.0 GB is free; take a smaller head or fewer tenants
     """
 
     def __init__(self, free: int) -> None:
@@ -124,10 +130,10 @@ class Admission:
         """Reserve ``needed`` bytes.
 
         Raises:
-            ValueError: they are not free.
+            NoRoom: they are not free.
         """
         if needed > self.free:
-            raise ValueError(
+            raise NoRoom(
                 f"tenants.{tenant}: this tenant needs {gigabytes(needed)}, {gigabytes(max(self.free, 0))} is free; "
                 "take a smaller head or fewer tenants"
             )

@@ -12,9 +12,10 @@ from hydra.utils import instantiate
 from tensordict import TensorDict
 from torch import Tensor
 
-from nexus_lightning.backbone import Backbone, check_observation
+from nexus_lightning.backbone import Backbone
 from nexus_lightning.checkpoint import MANIFEST_KEYS, read_payload, resolve_payload, write_payload
-from nexus_lightning.config import TenantConfig, tenant_from_dict
+from nexus_lightning.config import TenantConfig, saved_tenant
+from nexus_lightning.images import fit_observation
 from nexus_lightning.schema import Normalizer, TenantSchema
 from nexus_lightning.tenant import TenantSlot, TenantSpec, build_slot
 
@@ -46,13 +47,14 @@ class Policy:
         """Deterministic chunk in the simulator's own convention.
 
         Args:
-            observation: ``[B]`` with ``("image", <camera>)`` uint8 ``[B, 3, H, W]`` and ``state`` ``[B, S]`` float32.
+            observation: ``[B]`` with ``("image", <camera>)`` ``[B, 3, H, W]``, uint8 or float in [0, 1], of any size,
+                and ``state`` ``[B, S]`` float32.
             instructions: B strings.
 
         Returns:
             ``[B, T, A]`` float32, un-normalised, native gripper sign.
         """
-        check_observation(observation, self.schema)
+        observation = fit_observation(observation, self.schema)
         spec = self.slot.head.feature_spec
         features = self.backbone(observation, instructions, self.schema, (spec.kind,)).select(spec).for_head()
         state = self.slot.normalizer.normalize_state(observation["state"])
@@ -63,7 +65,7 @@ class Policy:
 def payload_tenant(path: str | Path) -> TenantConfig:
     """The configuration a payload was trained with; no backbone is built."""
     payload = read_payload(resolve_payload(Path(path)))
-    return tenant_from_dict(payload.manifest["config"], f"{payload.path}/manifest.json config")
+    return saved_tenant(payload.manifest["config"], f"{payload.path}/manifest.json config")
 
 
 def load_policy(path: str | Path, backbone: Backbone | None = None) -> Policy:
@@ -86,7 +88,7 @@ def load_policy(path: str | Path, backbone: Backbone | None = None) -> Policy:
             f"payload {payload.path}: trained on backbone {manifest['backbone_fingerprint'][:12]}, "
             f"this one is {backbone.fingerprint[:12]}; use the same weights, dtype and settings"
         )
-    config = tenant_from_dict(manifest["config"], f"{payload.path}/manifest.json config")
+    config = saved_tenant(manifest["config"], f"{payload.path}/manifest.json config")
     spec = TenantSpec(manifest["tenant"], config, TenantSchema(**manifest["schema"]), manifest["seed"])
     if spec.schema.signature != manifest["signature"]:
         raise ValueError(f"payload {payload.path}: its schema does not match its signature; the manifest was edited")

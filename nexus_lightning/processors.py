@@ -97,7 +97,7 @@ def export_processors(normalizer: Normalizer, schema: TenantSchema, folder: str 
     size = (3, schema.image_size, schema.image_size)
     features = {
         **{f"observation.images.{c}": PolicyFeature(FeatureType.VISUAL, size) for c in schema.cameras},
-        STATE_KEY: PolicyFeature(FeatureType.STATE, (schema.state_dim,)),
+        **({STATE_KEY: PolicyFeature(FeatureType.STATE, (schema.state_dim,))} if schema.state_dim else {}),
         ACTION_KEY: PolicyFeature(FeatureType.ACTION, (schema.action_dim,)),
     }
     modes = {
@@ -107,7 +107,7 @@ def export_processors(normalizer: Normalizer, schema: TenantSchema, folder: str 
     }
     action = _effective_stats(normalizer.modes["action"], normalizer.action_offset, normalizer.action_scale)
     state = _effective_stats(normalizer.modes["state"], normalizer.state_offset, normalizer.state_scale)
-    stats = {key: values for key, values in ((STATE_KEY, state), (ACTION_KEY, action)) if values}
+    stats = {key: values for key, values in ((STATE_KEY, state), (ACTION_KEY, action)) if key in features and values}
     converts = schema.gripper not in ("open_positive", "none")
 
     def gripper(to_internal: bool) -> list[ProcessorStep]:
@@ -181,6 +181,8 @@ def normalizer_from_processors(
     internal = any(s.get("class") == _GRIPPER_CLASS for s in steps)
 
     def read(name: str, feature: FeatureType, key: str, mode: str, dim: int) -> NormalizationStats:
+        if dim == 0:
+            return NormalizationStats.identity(0)
         stored = step["config"]["norm_map"].get(feature.value, NormalizationMode.IDENTITY.value)
         setting = f"schema.{name}_normalization={mode!r}"
         if mode not in LEROBOT_MODES or LEROBOT_MODES[mode].value != stored:

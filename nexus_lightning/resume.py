@@ -16,7 +16,7 @@ import torch
 import yaml
 
 from nexus_lightning.checkpoint import read_manifest
-from nexus_lightning.config import OPTIMIZER_KEYS, ConfigError, NexusConfig, TenantConfig, known_keys, object_of
+from nexus_lightning.config import OPTIMIZER_KEYS, ConfigError, NexusConfig, TenantConfig, known_keys, saved_tenant
 from nexus_lightning.tenant import TenantSpec
 
 NOTHING = "nothing"
@@ -57,14 +57,14 @@ def changed_settings(config: NexusConfig, run_dir: Path, checkpoint: Path) -> li
         old, _ = known_keys(yaml.safe_load(config_file.read_text()), NexusConfig)
         new = {key: value for key, value in asdict(config).items() if key in old and key not in ("tenants", *_LAUNCH)}
         compare("", flat(_plain({key: old[key] for key in new})), flat(_plain(new)), _run_reason)
-    payloads = torch.load(checkpoint, weights_only=True, map_location="cpu")["nexus"]["tenants"]
+    payloads = saved_state(checkpoint)["tenants"]
     for name, tenant in config.tenants.items():
         if name not in payloads:
             continue
         path = run_dir / payloads[name]
         manifest = read_manifest(path)
         known, _ = known_keys(manifest["config"], TenantConfig)  # of another version of this program, perhaps
-        saved = object_of(TenantConfig, known, f"{path}/manifest.json config")
+        saved = saved_tenant(known, f"{path}/manifest.json config")
         before, after = flat(_plain(asdict(saved))), flat(_plain(asdict(tenant)))
         del before["seed"], after["seed"]  # what counts is the seed that comes of the run's and the tenant's
         where = f"tenants.{name}."
@@ -75,6 +75,24 @@ def changed_settings(config: NexusConfig, run_dir: Path, checkpoint: Path) -> li
     if refused:
         raise ConfigError(refused)
     return followed
+
+
+def saved_state(checkpoint: Path) -> dict[str, Any]:
+    """What a run's Lightning checkpoint says of its tenants.
+
+    Raises:
+        ConfigError: the file cannot be read.
+    """
+    try:
+        return torch.load(checkpoint, weights_only=True, map_location="cpu")["nexus"]
+    except Exception as error:  # torch's reader raises whatever a damaged file makes it do
+        reason = f"{type(error).__name__}: {error}".splitlines()[0]
+        raise ConfigError(
+            [
+                f"ckpt_path: {checkpoint} is damaged or not a run's checkpoint ({reason}); start a new run, with "
+                "init_from.path of the tenants' payloads beside it"
+            ]
+        ) from error
 
 
 def flat(config: dict[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -109,7 +127,7 @@ def _tenant_reason(key: str, saved: TenantConfig) -> str | None:
         return "its moments are those of that optimizer"
     if group == "schema":
         return "its weights and statistics are of that schema"
-    if group == "task" or key == "algorithm" or key == "algorithm.name":
+    if group == "task" or key == "algorithm" or key == "algorithm._target_":
         return "its optimizer and counters are of that work"
     if group == "init_from":
         return "its start is over"

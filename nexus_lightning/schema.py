@@ -25,6 +25,7 @@ from nexus_lightning.conventions import (
     gripper_to_internal,
     gripper_to_native,
 )
+from nexus_lightning.images import FITS
 
 #: Normalisation mode -> the statistics it needs.
 MODE_STATISTICS = {
@@ -53,10 +54,13 @@ class TenantSchema:
 
     Attributes:
         cameras: camera names in the order the backbone sees them (may be empty: language and state only).
-        image_size: side of the square uint8 image in pixels, ``[3, image_size, image_size]``.
+        image_size: side of the square that the policy sees, uint8 ``[3, image_size, image_size]``; cameras may be of
+            any size.
+        image_fit: how an image gets there: ``pad`` (whole, black above or to the left), ``crop`` (its middle) or
+            ``stretch``; see :mod:`nexus_lightning.images`.
         image_orientation: what the backbone sees and the simulator gives: ``upright``, ``rotated_180`` (the convention
             of LIBERO's published datasets) or ``flipped_vertical`` (what OpenGL renders, row 0 at the bottom).
-        state_dim: length of the proprioceptive (or privileged) state vector, float32.
+        state_dim: length of the proprioceptive (or privileged) state vector, float32; 0: the policy reads none.
         action_dim: length of one action, float32.
         chunk: actions predicted from one observation (T).
         execute: actions of a chunk carried out before the next observation, ``1 <= execute <= chunk``.
@@ -88,6 +92,7 @@ class TenantSchema:
     execute: int
     cameras: tuple[str, ...] = ()
     image_size: int = 128
+    image_fit: Literal["pad", "crop", "stretch"] = "pad"
     image_orientation: Literal["upright", "rotated_180", "flipped_vertical"] = "upright"
     control_hz: float = 20.0
     action_convention: Literal["delta", "absolute"] = "delta"
@@ -110,7 +115,9 @@ class TenantSchema:
     def problems(self) -> list[str]:
         """Every reason why this schema cannot work, as ``key: value: fix`` lines (empty when it can)."""
         found = []
-        for key in ("state_dim", "action_dim", "chunk", "execute"):
+        if self.state_dim < 0:
+            found.append(f"state_dim={self.state_dim}: must be at least 0, which is a policy without a state")
+        for key in ("action_dim", "chunk", "execute"):
             if getattr(self, key) < 1:
                 found.append(f"{key}={getattr(self, key)}: must be at least 1")
         if not 0 < self.control_hz < float("inf"):
@@ -124,6 +131,7 @@ class TenantSchema:
         if self.cameras and self.image_size < 16:
             found.append(f"image_size={self.image_size}: must be at least 16 pixels")
         for key, choices in (
+            ("image_fit", FITS),
             ("image_orientation", ORIENTATIONS),
             ("action_convention", ACTION_CONVENTIONS),
             ("rotation", ROTATION_DIMS),
@@ -177,19 +185,21 @@ class TenantSchema:
     @property
     def signature(self) -> str:
         """sha256 over every field: two tenants with one signature can share data and payloads."""
-        return _hash(asdict(self))
+        values = asdict(self)
+        if self.image_fit == "pad":  # what was stored before there was a choice keeps its name
+            del values["image_fit"]
+        return _hash(values)
 
     @property
     def prefix_signature(self) -> str:
         """sha256 over what the backbone sees: requests that agree on it may share one backbone pass."""
-        return _hash(
-            {
-                "cameras": self.cameras,
-                "image_size": self.image_size,
-                "orientation": self.image_orientation,
-                "prompt": self.prompt,
-            }
-        )
+        seen = {
+            "cameras": self.cameras,
+            "image_size": self.image_size,
+            "orientation": self.image_orientation,
+            "prompt": self.prompt,
+        }
+        return _hash(seen if self.image_fit == "pad" else {**seen, "image_fit": self.image_fit})
 
     def instruct(self, instruction: str) -> str:
         """The text that the backbone gets for one instruction."""
@@ -237,7 +247,8 @@ class NormalizationStats:
         std = values.std(0, unbiased=False) if len(values) > 1 else torch.ones(values.shape[1])
         # Column by column: torch.quantile takes 16 M elements at most.
         levels = torch.tensor([0.01, 0.99, 0.1, 0.9])
-        quantiles = torch.stack([torch.quantile(column, levels) for column in values.unbind(1)], 1)
+        columns = [torch.quantile(column, levels) for column in values.unbind(1)]
+        quantiles = torch.stack(columns, 1) if columns else torch.zeros(4, 0)
         return cls(values.mean(0), std, values.amin(0), values.amax(0), *quantiles)
 
     def mapped(self, affine: Callable[[Tensor], Tensor]) -> NormalizationStats:

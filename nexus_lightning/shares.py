@@ -14,13 +14,17 @@ mean is taken over (``weight here / weight on all ranks``), and the gradients ar
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Any, NamedTuple
 
 import torch
 from tensordict import TensorDict
 from torch import Tensor
+
+#: How numbers that are no means come together.
+REDUCTIONS: dict[str, Callable[..., Any]] = {"sum": sum, "max": max, "min": min}
 
 
 @dataclass(frozen=True)
@@ -135,16 +139,36 @@ class Moments:
         return (values - mean) / max(variance**0.5, floor)
 
 
-def mean_of_rollouts(parts: Sequence[dict[str, float]]) -> dict[str, float]:
-    """Rollout metrics of all ranks -> those of the whole rollout: counts add up, the rest is a mean over episodes."""
-    counts = ("env_steps", "episodes", "groups", "zero_spread_groups")
-    merged = {
-        name: sum(part[name] for part in parts if name in part) for name in counts if any(name in p for p in parts)
-    }
-    for name in {name for part in parts for name in part} - set(counts):
-        values = [(part[name], part["episodes"]) for part in parts if name in part]
-        merged[name] = sum(v * n for v, n in values) / sum(n for _, n in values)
-    return merged
+class Metric(NamedTuple):
+    """One rank's value of a metric, and how those of all ranks come together.
+
+    Attributes:
+        value: here.
+        reduction: ``mean`` (by weight), ``sum``, ``max`` or ``min``.
+        weight: of a mean: how many things it was taken over.
+    """
+
+    value: float
+    reduction: str
+    weight: float = 1.0
+
+
+def reduce_metrics(parts: Sequence[Mapping[str, Metric]]) -> dict[str, float]:
+    """Metrics of all ranks -> one number each; a rank need not have all of them.
+
+    Example:
+        >>> reduce_metrics([{"steps": Metric(3, "sum"), "success": Metric(1.0, "mean", 1)}, {"steps": Metric(4, "sum"),
+        ...     "success": Metric(0.5, "mean", 4), "longest": Metric(9, "max")}])
+        {'steps': 7, 'success': 0.6, 'longest': 9}
+    """
+    reduced = {}
+    for name in dict.fromkeys(name for part in parts for name in part):
+        metrics = [part[name] for part in parts if name in part]
+        if metrics[0].reduction == "mean":
+            reduced[name] = sum(m.value * m.weight for m in metrics) / sum(m.weight for m in metrics)
+        else:
+            reduced[name] = REDUCTIONS[metrics[0].reduction](m.value for m in metrics)
+    return reduced
 
 
 def rows_of(data: TensorDict, rows: Tensor) -> TensorDict:

@@ -31,7 +31,7 @@ import threading
 import time
 import traceback
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from multiprocessing.connection import Connection, wait
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
@@ -191,13 +191,13 @@ def dim_problems(schema: TenantSchema, dims: Mapping[str, tuple[int | None, str]
     return [
         f"{key}={getattr(schema, key)}: {whose} has {dim}"
         for key, (dim, whose) in dims.items()
-        if dim is not None and getattr(schema, key) != dim
+        if dim is not None and getattr(schema, key) != dim and (key, schema.state_dim) != ("state_dim", 0)
     ]
 
 
 def privileged_problems(schema: TenantSchema, shown: Sequence[str], what: str) -> list[str]:
     """For :meth:`Simulator.problems`: what ``what`` shows that only a simulator knows, the schema must own up to."""
-    hidden = [name for name in shown if name not in schema.privileged]
+    hidden = [name for name in shown if name not in schema.privileged and schema.state_dim]
     return [f"privileged={list(schema.privileged)}: {what} also shows {', '.join(hidden)}"] if hidden else []
 
 
@@ -363,9 +363,9 @@ class View:
     """What every observation of a simulator is, whichever step it comes after.
 
     Attributes:
-        state_dim: ``state`` is float32 ``[state_dim]`` and finite.
+        state_dim: ``state`` is float32 ``[state_dim]`` and finite; 0: it is not looked at.
         cameras: of ``image``; more may be there.
-        image_size: an image is uint8 ``[3, image_size, image_size]``.
+        sizes: an image is uint8 ``[3, *sizes[camera]]``; None: of any height and width.
 
     Example:
         >>> View(4).problems({"state": np.zeros(1, np.float32), "instruction": "push"})
@@ -374,14 +374,16 @@ class View:
 
     state_dim: int
     cameras: tuple[str, ...] = ()
-    image_size: int = 0
+    sizes: Mapping[str, tuple[int, ...]] | None = None
 
     @classmethod
     def of(cls, observation: Any) -> View:
         """That of a first observation, all of its cameras included; the ones after it must be alike."""
-        images = observation["image"]
-        sizes = [np.shape(image)[-1] for image in images.values() if np.ndim(image)]
-        return cls(np.size(observation["state"]), tuple(images), sizes[0] if sizes else 0)
+        return cls(np.size(observation["state"]), tuple(observation["image"])).at(observation)
+
+    def at(self, observation: Any) -> View:
+        """The same, with images as large as those of a first observation."""
+        return replace(self, sizes={camera: np.shape(observation["image"][camera])[1:] for camera in self.cameras})
 
     def problems(self, observation: Any) -> list[str]:
         """Everything in which an observation is not so, as ``field: what came, what is expected``."""
@@ -392,7 +394,9 @@ class View:
         if not (isinstance(text, str) and text):
             found.append(f"instruction={text!r}: the simulator must say in words what to do")
         state = _array(observation.get("state"))
-        if state is None or state.shape != (self.state_dim,) or state.dtype != np.float32:
+        if self.state_dim == 0:
+            pass
+        elif state is None or state.shape != (self.state_dim,) or state.dtype != np.float32:
             shown = _shown(observation["state"]) if "state" in observation else "no state"
             found.append(
                 f"state_dim={self.state_dim}: the simulator gives {shown}, expected float32 ({self.state_dim},)"
@@ -404,15 +408,16 @@ class View:
         images = observation.get("image")
         if not isinstance(images, Mapping):
             return [*found, f"image: {_shown(images)}, expected a dict with {', '.join(self.cameras)}"]
-        size = (3, self.image_size, self.image_size)
         for camera in self.cameras:
             image = _array(images.get(camera))
             if camera not in images:
                 found.append(f"cameras: no {camera!r}; the simulator has {sorted(images)}")
-            elif image is None or image.shape != size or image.dtype != np.uint8:
-                found.append(
-                    f"image_size={self.image_size}: {camera!r} is {_shown(images[camera])}, expected uint8 {size}"
-                )
+                continue
+            size = None if self.sizes is None else (3, *self.sizes[camera])
+            fits = image is not None and image.dtype == np.uint8 and image.ndim == 3 and image.shape[0] == 3
+            if image is None or not fits or image.size == 0 or (size is not None and image.shape != size):
+                expected = "uint8 (3, H, W)" if size is None else f"uint8 {size}, as at the start"
+                found.append(f"image {camera!r} is {_shown(images[camera])}, expected {expected}")
         return found
 
 

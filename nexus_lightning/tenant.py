@@ -25,12 +25,13 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from nexus_lightning.backbone import Backbone, SharedBackbone
 from nexus_lightning.checkpoint import Payload
-from nexus_lightning.config import TenantConfig, lr_scheduler_of, optimizer_of, schema_of, split_head
+from nexus_lightning.config import IDLE, TenantConfig, lr_scheduler_of, optimizer_of, schema_of, split_head
 from nexus_lightning.head import ActionHead, choose_kind
-from nexus_lightning.objectives import ChunkCritic
+from nexus_lightning.objectives import algorithm_of
+from nexus_lightning.objectives.base import Networks, algorithm_class
 from nexus_lightning.optim import make_optimizer
-from nexus_lightning.placement.sharding import load_whole, shard_like, whole
 from nexus_lightning.schema import NormalizationStats, Normalizer, TenantSchema
+from nexus_lightning.shards import load_whole, shard_like, whole
 
 _registrations = itertools.count()
 
@@ -177,7 +178,7 @@ class TenantSlot:
     workload: str | None = None  # services: the id of its workload, the last one when it has ended
     ema: AveragedModel | None = None  # running average of the head's weights (head.ema_decay)
     replica: ActionHead | None = None  # of a head in shards: the whole of it, as of the last completed job
-    critic: ChunkCritic | None = None  # Q networks of offline RL by iql
+    critic: Networks | None = None  # networks beside the head that its algorithm has
     passes: PassCounter = field(default_factory=PassCounter)  # of its present work, through the backbone
     demonstrations: Demonstrations | None = None  # what an RL tenant mixes into its training
 
@@ -212,7 +213,7 @@ class TenantSlot:
         """An optimizer over exactly this tenant's parameters (bound here, never by ``requires_grad``), its schedule."""
         critic = [p for n, p in self.head.named_parameters() if n.startswith("value_head.")]
         if self.critic is not None:
-            critic += self.critic.networks.parameters()
+            critic += [p for p in self.critic.parameters() if p.requires_grad]
         policy = [p for n, p in self.head.named_parameters() if not n.startswith("value_head.")]
         config = self.spec.config
         self.optimizer, self.scheduler = make_optimizer(optimizer_of(config), lr_scheduler_of(config), policy, critic)
@@ -394,13 +395,14 @@ def build_head(config: TenantConfig, schema: TenantSchema, backbone: Backbone, s
         return cls(feature_spec=backbone.feature_spec(schema, kind), schema=schema, **arguments)
 
 
-def build_critic(config: TenantConfig, head: ActionHead, seed: int) -> ChunkCritic | None:
-    """The tenant's Q networks, from its own seed; None where its algorithm has none."""
-    if config.task != "offline_rl" or config.algorithm is None or config.algorithm.name != "iql":
+def build_critic(config: TenantConfig, head: ActionHead, seed: int) -> Networks | None:
+    """The networks that the tenant's algorithm has beside the head, from the tenant's own seed; None without any."""
+    if config.task == IDLE:
         return None
+    settings = algorithm_of(config)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        return ChunkCritic(head, config.algorithm.target_rate)
+        return algorithm_class(settings).networks(head, settings)
 
 
 def build_slot(

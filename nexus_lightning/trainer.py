@@ -20,14 +20,14 @@ from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 from lightning.pytorch.loggers import Logger
 
 from nexus_lightning.backbone import Backbone
-from nexus_lightning.checkpoint import resolve_payload
+from nexus_lightning.checkpoint import read_manifest, resolve_payload
 from nexus_lightning.config import (
     ConfigError,
     NexusConfig,
     TenantConfig,
     TrainerConfig,
-    dataset_root,
     digest_of,
+    saved_tenant,
     split_head,
     tenant_from_dict,
     validate,
@@ -47,11 +47,9 @@ from nexus_lightning.monitoring.loggers import CSV, build, close_loggers, make_l
 from nexus_lightning.monitoring.progress import NexusProgressBar
 from nexus_lightning.monitoring.report import summary_table, write_report, write_summary
 from nexus_lightning.placement.cluster import connected
-from nexus_lightning.placement.plan import Devices, Plan, common_devices, resolve
-from nexus_lightning.placement.sharding import rank_problems, sharding_problems
-from nexus_lightning.producers.demonstrations import dataset_stats, open_dataset
+from nexus_lightning.placement.plan import Devices, Plan, common_devices, rank_problems, resolve, sharding_problems
 from nexus_lightning.ranks import Ranks
-from nexus_lightning.resume import changed_settings, flat
+from nexus_lightning.resume import changed_settings, flat, saved_state
 from nexus_lightning.run.callbacks import (
     LAST_CHECKPOINT,
     JobLifecycle,
@@ -63,10 +61,10 @@ from nexus_lightning.run.callbacks import (
 from nexus_lightning.run.loop import LeaseStream, MultiTenantFitLoop
 from nexus_lightning.run.module import MultiTenantModule
 from nexus_lightning.run.runtime import Runtime
-from nexus_lightning.run.start import load_start, record_dataset
+from nexus_lightning.run.start import build_tenant, open_data, record_dataset
 from nexus_lightning.run.strategies import make_strategy
 from nexus_lightning.simulator import SimulatorDied, SimulatorError
-from nexus_lightning.tenant import TenantSlot, TenantSpec, build_slot
+from nexus_lightning.tenant import TenantSlot
 
 #: In a run folder, held by the process that writes there.
 RUN_LOCK = "run.lock"
@@ -149,6 +147,7 @@ def train(
 
     Raises:
         ConfigError: anything wrong with the configuration, before anything is built; on every rank alike.
+        OSError: the disk is full; what is in force then is said at :class:`TenantCheckpoint`.
     """
     if config.trainer.dry_run:
         if problems := config_problems(config):
@@ -232,6 +231,8 @@ def settle(config: NexusConfig, backbone: Backbone, devices: Devices, ranks: Ran
 
 
 def _train(config: NexusConfig, backbone: Backbone | None, link_latest: bool, ranks: Ranks) -> dict[str, Any]:
+    with contextlib.suppress(ConfigError):  # told by `agree`, with everything else
+        config = as_it_was_left(config)
     devices = agree(config, ranks)
     if backbone is None and not hasattr(get_class(config.backbone["_target_"]), "on_meta"):
         backbone = instantiate(config.backbone)  # its size cannot be known without it
@@ -270,7 +271,8 @@ def _run_in(
     if ranks.first:
         (run_dir / "placement.json").write_text(json.dumps({**plan.to_dict(), "signature": plan.signature}, indent=2))
     payloads = starting_payloads(config, backbone, ranks)
-    slots, datasets = build_slots(config, backbone, payloads, without_data=failed)
+    admission = Admission(free_bytes(backbone.device))
+    slots, datasets = build_slots(config, backbone, payloads, admission, without_data=failed)
     for slot in slots.values():  # built from seeds and files, alike on every rank; this makes sure of it
         ranks.spread(slot.tensors().values())
     run_name = config.run_name or run_dir.name
@@ -283,7 +285,7 @@ def _run_in(
             logger.log_metrics(metrics, step)
 
     module = MultiTenantModule(backbone, slots, ranks)
-    runtime = Runtime(config, module, run_dir, datasets, on_metrics=log_metrics)
+    runtime = Runtime(config, module, run_dir, datasets, admission, on_metrics=log_metrics)
     for name, reason in failed.items():
         runtime.tenancy.quarantine(name, reason, "")
     exit_code = 1
@@ -341,6 +343,18 @@ def write_config(config: NexusConfig, run_dir: Path) -> None:
 def resolve_run(config: NexusConfig) -> tuple[Path, Path | None]:
     """The run folder, made for this run alone, and the checkpoint to continue from: a resumed run goes on in its own.
 
+    Raises:
+        ConfigError: see :func:`saved_checkpoint`.
+    """
+    checkpoint = saved_checkpoint(config)
+    if checkpoint is not None:
+        return checkpoint.parent.parent, checkpoint
+    return new_folder(Path(config.output_dir), _run_name(config)).resolve(), None
+
+
+def saved_checkpoint(config: NexusConfig) -> Path | None:
+    """The checkpoint that a run goes on from; None for a new one.
+
     A process that torchrun has started again (``--max-restarts``) continues by itself what it had saved.
 
     Raises:
@@ -348,21 +362,42 @@ def resolve_run(config: NexusConfig) -> tuple[Path, Path | None]:
     """
     output = Path(config.output_dir)
     if config.ckpt_path is None:
-        # torchrun gives every rank the same id; "none" means that the launcher was given none
-        launch = os.environ.get("TORCHELASTIC_RUN_ID", "none")
-        name = launch if launch != "none" else time.strftime("%Y-%m-%d_%H-%M-%S")
-        name = f"{name}_{config.run_name}" if config.run_name else name
-        if int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) > 0:
-            earlier = output / "latest" if launch == "none" else last_folder(output, name)
-            if earlier is not None and (earlier / LAST_CHECKPOINT).is_file():
-                return earlier.resolve(), (earlier / LAST_CHECKPOINT).resolve()
-        return new_folder(output, name).resolve(), None
+        if int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) == 0:
+            return None
+        earlier = output / "latest" if _launch_id() is None else last_folder(output, _run_name(config))
+        if earlier is None or not (earlier / LAST_CHECKPOINT).is_file():
+            return None
+        return (earlier / LAST_CHECKPOINT).resolve()
     given = output / "latest" if config.ckpt_path == "last" else Path(config.ckpt_path)
     checkpoint = given if given.suffix == ".ckpt" else given / LAST_CHECKPOINT
     if not checkpoint.is_file():
         raise ConfigError([f"ckpt_path={config.ckpt_path}: no checkpoint at {checkpoint}; leave it null for a new run"])
-    checkpoint = checkpoint.resolve()
-    return checkpoint.parent.parent, checkpoint
+    return checkpoint.resolve()
+
+
+def _launch_id() -> str | None:
+    """torchrun gives every rank the same id; "none" means that the launcher was given none."""
+    launch = os.environ.get("TORCHELASTIC_RUN_ID", "none")
+    return None if launch == "none" else launch
+
+
+def _run_name(config: NexusConfig) -> str:
+    name = _launch_id() or time.strftime("%Y-%m-%d_%H-%M-%S")
+    return f"{name}_{config.run_name}" if config.run_name else name
+
+
+def as_it_was_left(config: NexusConfig) -> NexusConfig:
+    """Of a run that is resumed: tenants that had joined it live come back, those that had left stay away."""
+    checkpoint = saved_checkpoint(config)
+    if checkpoint is None:
+        return config
+    saved = saved_state(checkpoint)
+    tenants = {name: tenant for name, tenant in config.tenants.items() if name not in saved.get("left", ())}
+    for name in saved.get("joined", ()):
+        if name not in tenants and name in saved["tenants"]:
+            manifest = read_manifest(checkpoint.parent.parent / saved["tenants"][name])
+            tenants[name] = saved_tenant(manifest["config"], f"tenants.{name}")
+    return replace(config, tenants=tenants)
 
 
 def _link_latest(output: Path, run_dir: Path) -> None:
@@ -454,24 +489,21 @@ def _train_payload(
 
 
 def build_slots(
-    config: NexusConfig, backbone: Backbone, payloads: dict[str, Path], without_data: Collection[str] = ()
+    config: NexusConfig,
+    backbone: Backbone,
+    payloads: dict[str, Path],
+    admission: Admission,
+    without_data: Collection[str] = (),
 ) -> tuple[dict[str, TenantSlot], dict[str, Any]]:
     """Every tenant's slot, in the order of the configuration, and the datasets opened for their statistics.
 
     ``without_data``: tenants whose dataset is not there, and that will not train."""
     slots, datasets = {}, {}
-    admission = Admission(free_bytes(backbone.device))
     for name, tenant in config.tenants.items():
-        spec = TenantSpec.compile(name, tenant, config.seed)
-        stats = (None, None)
-        if tenant.dataset is not None and name not in without_data:
-            datasets[name] = open_dataset(tenant.dataset, spec.schema, dataset_root(tenant, config.data_dir))
-            stats = dataset_stats(datasets[name], tenant.dataset, spec.schema)
-        slot = build_slot(spec, backbone, *stats)
-        admission.admit(name, head_memory(slot.head, slot.ema is not None, slot.critic).total_bytes)
-        if name in payloads:
-            load_start(slot, payloads[name], backbone)
-        slots[name] = slot
+        stats = None
+        if name not in without_data:
+            datasets[name], stats = open_data(name, tenant, config.data_dir)
+        slots[name] = build_tenant(name, tenant, config.seed, backbone, admission, stats, payloads.get(name))
     return slots, datasets
 
 

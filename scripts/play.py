@@ -152,9 +152,12 @@ def play_episode(
     from nexus_lightning.simulator import ContractError, check_frame, check_step
 
     def look() -> None:
+        nonlocal view
         due = result is None or length % every == 0 or result.terminated or result.truncated
         if view is not None and due and (problems := view.problems(simulator.observe())):
             raise ContractError("; ".join(problems) + f" ({length} steps after the reset with seed {seed})")
+        if view is not None and result is None:
+            view = view.at(simulator.observe())
         if frames is not None:
             frames.append(np.array(check_frame(simulator.render_frame())))
 
@@ -206,7 +209,7 @@ def main(arguments: list[str] | None = None) -> list[dict[str, Any]]:
     episodes: list[dict[str, Any]] = []
     frames: list[np.ndarray] | None = None if args.video is None else []
     configs = task_configs(tenant.environment.simulator, tenant.environment.tasks)
-    view = View(schema.state_dim, schema.cameras, schema.image_size)
+    view = View(schema.state_dim, schema.cameras)
     simulator, built = build_simulator(configs[0]), configs[0]
     try:
         for k, seed in enumerate(range(args.seed, args.seed + args.episodes)):

@@ -5,7 +5,8 @@
 
 Settings: conf/serve.yaml. The first start writes an operator's token into <output_dir>/<run_name>/services/; it makes
 tokens for others with POST /v1/operator/tokens. A restart with the same run_name goes on with its tenants, workloads
-and accounts. SIGTERM or Ctrl-C: new requests get 503, the running job ends, payloads are saved, exit code 0.
+and accounts. SIGTERM or Ctrl-C: new requests get 503, the running job ends, payloads are saved, exit code 0 (1: one
+could not be written). A full disk ends nothing: /readyz is 503, the page says what cannot be written.
 """
 
 import logging
@@ -24,7 +25,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))  # models/ and envs/ live beside scripts/
 
 from nexus_lightning.config import ConfigError  # noqa: E402
-from nexus_lightning.services.spec import ServeConfig, register_serve_config, to_serve_config  # noqa: E402
+from nexus_lightning.services.spec import ServeConfig, register_serve_config, serve_problems, to_serve_config  # noqa: E402
 
 register_serve_config()
 
@@ -47,19 +48,29 @@ def main(cfg: DictConfig) -> None:
 def serve(config: ServeConfig, address: socket.socket) -> int:
     """Run until a signal; returns the exit code."""
     # torch, lightning and torchrl take seconds: bad keys fail before that
+    from nexus_lightning.monitoring.lines import disk_refuses
     from nexus_lightning.services.app import make_server
     from nexus_lightning.services.master import Master
     from nexus_lightning.services.service import Service
-    from nexus_lightning.services.store import StoreError
+    from nexus_lightning.services.store import Store, StoreError
 
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     try:
-        master = Master(config)
-        service = Service(master, config.run_dir / "services", config.limits)
-    except (ConfigError, StoreError) as error:
+        if problems := serve_problems(config):
+            raise ConfigError(problems)
+        store = Store(config.run_dir / "services")  # first: nothing is touched in the folder of a running server
+        try:
+            master = Master(config)
+            service = Service(master, store, config.limits)
+            write_operator_token(service)
+        except BaseException:
+            store.close()
+            raise
+    except (ConfigError, StoreError, OSError) as error:
+        if isinstance(error, OSError) and not disk_refuses(error):  # not of the disk: for example of a model's files
+            raise
         print(f"error: {error}", file=sys.stderr)
         return 2
-    write_operator_token(service)
     server = make_server(service)
     http = threading.Thread(target=server.run, args=([address],), name="http")
     failed = threading.Event()
@@ -93,7 +104,9 @@ def serve(config: ServeConfig, address: socket.socket) -> int:
         server.should_exit = True
         http.join()
         service.close()
-    return int(failed.is_set())
+    for tenant_id, owed in master.runtime.unsaved.items():
+        print(f"error: tenant {tenant_id}: not saved: {owed.problem}", file=sys.stderr)
+    return int(failed.is_set() or bool(master.runtime.unsaved))
 
 
 def write_operator_token(service) -> None:
@@ -101,9 +114,11 @@ def write_operator_token(service) -> None:
     if any(owner["role"] == "operator" for owner in service.store.owners()):
         return
     path = service.store.folder / "operator_token"
-    token = service.accounts.create("operator", "operator")
     with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
+        os.posix_fallocate(file.fileno(), 0, 100)  # a full disk must not swallow the only token
+        token = service.accounts.create("operator", "operator")
         file.write(token + "\n")
+        file.truncate()
     print(f"operator token: {path}", flush=True)
 
 

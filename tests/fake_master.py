@@ -20,6 +20,7 @@ class FakeMaster:
     def __init__(self, folder: Path) -> None:
         self.folder = Path(folder)
         self.ready = True
+        self.alarm_lines: list[str] = []
         self.calls: list[tuple] = []
         self.tenants: dict[str, dict] = {}
         self.fail_create: Exception | None = None
@@ -50,6 +51,9 @@ class FakeMaster:
 
     def ping(self, timeout_s: float) -> None:
         pass
+
+    def alarms(self) -> list[str]:
+        return list(self.alarm_lines)
 
     def capabilities(self) -> dict:
         return {"backbone": "fake", "heads": {"mlp": ["lr"]}, "environments": {"toy": []}, "datasets": {"toy": []}}

@@ -12,9 +12,10 @@ from fakes import FakeBackbone
 from tensordict import TensorDict
 
 from models.heads.mlp import ChunkMLPHead
-from nexus_lightning.config import AlgorithmConfig, ConfigError, validate
+from nexus_lightning.config import ConfigError, validate
 from nexus_lightning.demonstrations import describe_recording, record_demonstrations
-from nexus_lightning.objectives.awr import AWRObjective, advantage_weights, expectile_loss
+from nexus_lightning.objectives.awr import AWR, advantage_weights, expectile_loss
+from nexus_lightning.objectives.ppo import PPO
 from nexus_lightning.producers.demonstrations import returns_to_go
 from nexus_lightning.schema import Normalizer, TenantSchema
 from nexus_lightning.trainer import train
@@ -57,8 +58,8 @@ def test_returns_to_go_stop_at_the_episode():
 def objective():
     torch.manual_seed(0)
     head = ChunkMLPHead(FakeBackbone().feature_spec(SCHEMA), SCHEMA, hidden_dim=32, loss="l2", state_noise=0.0)
-    algorithm = AlgorithmConfig(name="awr", temperature=0.1, value_warmup_jobs=1, critic_coef=0.5)
-    return AWRObjective(head, Normalizer(SCHEMA), algorithm, batch_size=64)
+    settings = AWR.configure(temperature=0.1, value_warmup_jobs=1, critic_coef=0.5)
+    return AWR(head, Normalizer(SCHEMA), settings, batch_size=64)
 
 
 def batch_of(rows: int) -> TensorDict:
@@ -124,15 +125,17 @@ def test_bad_offline_configs_are_refused(compose):
     config = compose("+tenants=[toy_offline]")
     validate(config)
     tenant = config.tenants["toy_offline"]
-    tenant.algorithm.name, tenant.algorithm.temperature = "awr", 0.0
+    tenant.algorithm.temperature = 0.0
     with pytest.raises(ConfigError, match=r"algorithm\.temperature=0\.0: must be positive"):
         validate(config)
-    tenant.algorithm.name = "ppo"
-    with pytest.raises(ConfigError, match="task offline_rl needs awr or iql"):
+    tenant.algorithm = PPO.configure(chunks_per_job=1)
+    with pytest.raises(ConfigError, match=r"algorithm=PPO: trains task rl; .* choose one of awr, iql"):
         validate(config)
-    tenant.task = "rl"
-    tenant.algorithm.name = "awr"
-    with pytest.raises(ConfigError, match=r"awr: learns from a dataset; set tenants\.toy_offline\.task=offline_rl"):
+    tenant.algorithm = None
+    with pytest.raises(ConfigError, match="task offline_rl needs an algorithm; choose one of awr, iql"):
+        validate(config)
+    tenant.task, tenant.algorithm = "rl", AWR.configure()
+    with pytest.raises(ConfigError, match=r"AWR: trains task offline_rl; set tenants\.toy_offline\.task=offline_rl"):
         validate(config)
 
 

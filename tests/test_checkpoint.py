@@ -13,8 +13,10 @@ from torch import nn
 
 from nexus_lightning import checkpoint
 from nexus_lightning.checkpoint import (
+    DamagedPayload,
     PayloadError,
     load_into,
+    read_newest,
     read_payload,
     resolve_payload,
     tensors_digest,
@@ -188,6 +190,40 @@ def test_damage_is_found(tmp_path: Path, name: str) -> None:
     (path / name).unlink()
     with pytest.raises(PayloadError):
         read_payload(path)
+
+
+def test_a_damaged_version_names_the_newest_intact_one_which_can_be_read_instead(tmp_path: Path) -> None:
+    folder = tmp_path / "libero"
+    for version in (1, 2, 3, 4):
+        save(tmp_path, version)
+    assert read_newest(folder)[0].version == 4 and read_newest(tmp_path / "nobody") == (None, [])
+    damage = {4: "head.safetensors", 3: "manifest.json"}
+    for version, name in damage.items():
+        file = folder / f"v{version:08d}" / name
+        file.write_bytes(file.read_bytes()[:-7])
+    for path in (folder, folder / "v00000004", folder / "v00000003"):
+        with pytest.raises(DamagedPayload, match="newest intact version beside it is v00000002"):
+            read_payload(path)
+    payload, damaged = read_newest(folder)
+    assert payload.version == 2 and payload.path == folder / "v00000002"
+    assert [name in line for name, line in zip(damage.values(), damaged, strict=True)] == [True, True]
+    assert "v00000004" in damaged[0] and "v00000003" in damaged[1] and "beside" not in "".join(damaged)
+    (folder / "v00000004" / "manifest.json").unlink()
+    for path in (folder, folder / "v00000004"):
+        with pytest.raises(DamagedPayload, match="newest intact version beside it is v00000002"):
+            resolve_payload(path)
+    (folder / "latest").write_text("")  # what a power cut may leave of it
+    with pytest.raises(DamagedPayload, match=r"not a version folder.*newest intact version beside it is v00000002"):
+        read_payload(folder)
+    assert read_newest(folder)[0].version == 2
+    save(tmp_path, 5)
+    assert read_payload(folder).version == 5, "the next save puts it right"
+    for version in (1, 2, 5):
+        (folder / f"v{version:08d}" / "state.json").write_text("{}")
+    with pytest.raises(DamagedPayload, match="no version beside it is intact"):
+        read_payload(folder)
+    payload, damaged = read_newest(folder)
+    assert payload is None and len(damaged) == 5
 
 
 def test_resolve(tmp_path: Path) -> None:

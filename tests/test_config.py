@@ -2,17 +2,36 @@
 
 from __future__ import annotations
 
+import math
 import pickle
 import re
 import shutil
 from dataclasses import asdict, replace
 
 import pytest
+import yaml
 from conftest import ROOT
 from example_head import LinearChunkHead
-from hydra.errors import ConfigCompositionException
+from hydra.errors import ConfigCompositionException, HydraException
 
-from nexus_lightning.config import ConfigError, NexusConfig, compose_config, composition_error, split_head, validate
+from nexus_lightning.bounds import Bounds
+from nexus_lightning.config import (
+    ConfigError,
+    NexusConfig,
+    compose_config,
+    composition_error,
+    saved_tenant,
+    split_head,
+    typed_algorithm,
+    validate,
+)
+from nexus_lightning.objectives import shipped
+from nexus_lightning.objectives.awr import AWR
+from nexus_lightning.objectives.grpo import GRPO
+from nexus_lightning.objectives.iql import IQL
+from nexus_lightning.objectives.ppo import PPO
+from nexus_lightning.objectives.reinforce import Reinforce
+from nexus_lightning.objectives.sft import SFT
 
 
 def problems(config: NexusConfig) -> str:
@@ -170,7 +189,7 @@ def test_unknown_keys_of_yaml_files_are_all_told(tmp_path):
     [
         (["tenants.toy.algoritm.gamma=1"], "tenants.toy.algoritm={'gamma': 1}: tenants.toy has no such key; did you"),
         (["tenants.tou.weight=1"], "tenants.tou={}: tenants has no such key; did you mean toy?"),
-        (["tenants.toy.dataset.batch_size=1"], "tenants.toy.dataset is null here; give it in a YAML file"),
+        (["tenants.toy.dataset.batch_size=1"], "tenants.toy.dataset.repo_id: a value is required"),
         (["tenants.toy.target_jobs=many"], "tenants.toy.target_jobs: Value 'many' of type 'str' could not be conv"),
         (["backbone=tinny"], "backbone=tinny: no such backbone; did you mean tiny"),
         (["tenants=[toy,toyy]"], "tenants=toyy: no such tenants; did you mean toy? choose one of libero, maniskill"),
@@ -316,22 +335,117 @@ def test_a_minibatch_may_be_larger_than_the_rollout(compose):
 
 
 @pytest.mark.parametrize(
-    ("changes", "expected"),
+    ("algorithm", "changes", "expected"),
     [
-        ({"name": "grpo"}, "group_size=None: grpo compares episodes of one initial state; it must be at least 2"),
-        ({"name": "grpo", "group_size": 1}, "group_size=1: grpo compares"),
-        ({"name": "grpo", "group_size": 3}, "group_size=3: must divide tenants.toy.environment.num_envs=8"),
-        ({"name": "grpo", "group_size": 4, "chunks_per_job": 5}, "grpo needs whole episodes; .* at least 6"),
-        ({"group_size": 4}, "only grpo has groups"),
-        ({"name": "reinforce"}, "reinforce uses each rollout once; set it to 1"),
-        ({"name": "trpo"}, "algorithm.name=trpo: choose one of ppo, grpo, reinforce"),
-        ({"log_prob_level": "word"}, "log_prob_level=word: choose one of chunk, action, token"),
-        ({"minibatch_size": 50}, "minibatch_size=50: must divide the 96 decisions of a rollout"),
-        ({"minibatch_size": 0}, "minibatch_size=0: must be at least 1"),
-        ({"discount_per": "hour"}, "discount_per=hour: choose one of chunk, step"),
+        (GRPO, {}, "group_size=None: grpo compares episodes of one initial state; it must be at least 2"),
+        (GRPO, {"group_size": 1}, "group_size=1: grpo compares"),
+        (GRPO, {"group_size": 3}, "group_size=3: must divide tenants.toy.environment.num_envs=8"),
+        (GRPO, {"group_size": 4, "chunks_per_job": 5}, "grpo needs whole episodes; .* at least 6"),
+        (Reinforce, {"epochs": 2}, "reinforce uses each rollout once; set it to 1"),
+        (PPO, {"log_prob_level": "word"}, "log_prob_level=word: choose one of chunk, action, token"),
+        (PPO, {"minibatch_size": 50}, "minibatch_size=50: must divide the 96 decisions of a rollout"),
+        (PPO, {"minibatch_size": 0}, "minibatch_size=0: must be at least 1"),
+        (PPO, {"discount_per": "hour"}, "discount_per=hour: choose one of chunk, step"),
+        (PPO, {"chunks_per_job": None}, "algorithm.chunks_per_job: a value is required"),
+        (PPO, {"clip_epsilon": 0.0}, "clip_epsilon=0.0: must be positive"),
+        (PPO, {"entropy_coef": -1.0}, "entropy_coef=-1.0: must not be negative"),
+        (PPO, {"gae_lambda": math.nan}, r"gae_lambda=nan: must lie in \[0, 1\]"),
+        (AWR, {}, "algorithm=AWR: trains task offline_rl; .* choose one of grpo, ppo, reinforce"),
     ],
 )
-def test_bad_algorithms(compose, changes, expected):
+def test_bad_algorithms(compose, algorithm, changes, expected):
     config = compose("+tenants=[toy]")
-    config.tenants["toy"].algorithm = replace(config.tenants["toy"].algorithm, **changes)
+    rollouts = {} if algorithm is AWR else {"chunks_per_job": 12, "minibatch_size": 48}
+    config.tenants["toy"].algorithm = algorithm.configure(**{**rollouts, **changes})
     assert re.search(expected, problems(config))
+
+
+def test_a_file_of_an_algorithm_says_what_its_class_does():
+    """YAML holds the values and their comments, the class the types: both hold the same."""
+    for name, algorithm in shipped().items():
+        values = yaml.safe_load((ROOT / "conf" / "algorithm" / f"{name}.yaml").read_text())
+        own = asdict(algorithm.configure())
+        assert {key: None if value == "???" else value for key, value in values.items()} == own
+
+
+def test_another_algorithm_takes_over_what_the_tenant_has_set(compose):
+    def algorithm(*overrides, tenant="toy"):
+        return compose(f"+tenants=[{tenant}]", *overrides).tenants[tenant].algorithm
+
+    grpo = GRPO.configure(chunks_per_job=12, epochs=4, minibatch_size=48, group_size=4, proximal=True)
+    asked = ["tenants.toy.algorithm.group_size=4", "tenants.toy.algorithm.proximal=true"]
+    assert algorithm("tenants.toy.algorithm=grpo", *asked) == grpo, "gamma and gae_lambda are of PPO"
+    assert algorithm("tenants.toy.algorithm.name=grpo", *asked) == grpo, "as it was written before"
+    iql = ["tenants.toy_offline.algorithm=iql", "tenants.toy_offline.algorithm.expectile=0.5"]
+    assert algorithm(*iql[:1], tenant="toy_offline") == IQL.configure(gamma=0.95, value_warmup_jobs=5)
+    assert algorithm(*iql, tenant="toy_offline").expectile == 0.5, "AWR's default, but asked for"
+    assert algorithm("algorithm@tenants.toy_offline.algorithm=iql", tenant="toy_offline").gamma == 0.95, "Hydra's own"
+    with pytest.raises(HydraException, match="nope"):
+        algorithm("tenants.toy.algorithm=nope")
+    with pytest.raises(ConfigError, match=r"toy\.algorithm\.group_size=4: .* has no such key"):
+        algorithm("tenants.toy.algorithm=reinforce", *asked[:1])
+    mixed = algorithm("tenants.toy.algorithm=cotraining")
+    assert mixed.sft_weight == 0.1 and mixed.gamma == 0.9
+
+
+@pytest.mark.parametrize(
+    ("values", "expected"),
+    [
+        ({"_target_": "mine.Nothing"}, r"t\.algorithm\._target_=mine\.Nothing: cannot be imported"),
+        ({"_target_": "torch.nn.Identity"}, r"Identity: is no algorithm; subclass .*Objective"),
+        ({"name": "trpo"}, r"algorithm\.name=trpo: no such name; .*choose one of awr, grpo, iql, ppo, reinforce, sft"),
+        ({"name": "policy_gradient"}, "no such name"),
+        ({"name": "ppo", "epochs": "many"}, r"t\.algorithm\.epochs: Value 'many'"),
+        ({"clip_ratio": 0.1}, r"clip_ratio=0\.1: .* did you mean clip_epsilon"),
+        ("ppo", r"t\.algorithm='ppo': must be a mapping"),
+    ],
+)
+def test_what_is_no_algorithm_is_refused(values, expected):
+    with pytest.raises(ConfigError, match=expected):
+        typed_algorithm(values, "rl", "t.algorithm")
+
+
+def test_a_payload_of_the_flat_algorithm_config_still_loads(compose):
+    """What manifests held before an algorithm was a class."""
+    flat = {
+        "name": "iql", "chunks_per_job": None, "epochs": 4, "minibatch_size": 64, "gamma": 0.95,
+        "discount_per": "chunk", "group_size": None, "gae_lambda": 0.95, "bootstrap_truncated": True,
+        "clip_epsilon": 0.2, "proximal": False, "entropy_coef": 0.0, "critic_coef": 0.5, "value_warmup_jobs": 5,
+        "sft_weight": None, "temperature": 0.1, "expectile": None, "target_rate": 0.05, "log_prob_level": "chunk",
+        "log_prob": "sum",
+    }  # fmt: skip
+    tenant = asdict(compose("+tenants=[toy_offline]").tenants["toy_offline"])
+    old = saved_tenant({**tenant, "algorithm": flat}, "manifest")
+    assert old.algorithm == IQL.configure(gamma=0.95, value_warmup_jobs=5)
+    assert saved_tenant({**tenant, "task": "sft", "algorithm": None}, "manifest").algorithm == SFT.configure()
+    assert saved_tenant(asdict(old), "manifest") == old
+
+
+def test_the_package_names_its_algorithms_in_their_files_alone():
+    """What compares the name of an algorithm elsewhere would have to be changed for the next one."""
+    names = "|".join(shipped())
+    quoted = re.compile(rf"""["']({names})["']""")
+    found = []
+    for file in (ROOT / "nexus_lightning").rglob("*.py"):
+        if file.parent.name != "objectives":
+            lines = file.read_text().splitlines()
+            found += [f"{file.name}: {line.strip()}" for line in lines if (m := quoted.search(line)) and m[1] != "sft"]
+    assert found == [], "sft is also the name of a task"
+
+
+def test_bounds_of_every_kind():
+    bounds = {
+        "must be at least 2": Bounds(least=2),
+        "must not be negative": Bounds(least=0),
+        "must be positive": Bounds(above=0),
+        "must be above 3": Bounds(above=3),
+        "must be at most 1": Bounds(most=1),
+        "must be below 1": Bounds(below=1),
+        "must lie between 0 and 1": Bounds(above=0, below=1),
+        "must lie in (0, 1]": Bounds(above=0, most=1),
+        "choose one of a, b": Bounds(choices=("a", "b")),
+    }
+    wrong = {"must be at most 1": 2, "must be below 1": 1, "must lie in (0, 1]": 1.5, "choose one of a, b": "c"}
+    for text, each in bounds.items():
+        assert each.problem(wrong.get(text, -1)) == text
+    assert Bounds(above=0, most=1).problem(1) is None is Bounds(least=0).problem(0) is None

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from fakes import FakeBackbone
+from lerobot_data import Data, write
 from scipy.spatial.transform import Rotation
 
 from nexus_lightning.config import ConfigError, DatasetConfig, validate
@@ -19,7 +20,6 @@ from nexus_lightning.conventions import (
     ORIENTATIONS,
     ROTATION_DIMS,
     DatasetConventions,
-    DatasetConverter,
     PoseLayout,
     absolute_to_delta,
     convert_image,
@@ -29,6 +29,7 @@ from nexus_lightning.conventions import (
     matrix_to_rotation,
     rotation_to_matrix,
 )
+from nexus_lightning.converter import DatasetConverter
 from nexus_lightning.environment import SimulatorEnv
 from nexus_lightning.features.store import FeatureStore
 from nexus_lightning.producers.demonstrations import DemonstrationReader, dataset_stats, open_dataset
@@ -465,13 +466,8 @@ def _problems(config) -> str:
 
 
 def _toy_dataset(root, recorded=None, action_shape=2):
-    (root / "meta").mkdir(parents=True)
-    features = {
-        "observation.images.camera": {"shape": [32, 32, 3]},
-        "observation.state": {"shape": [4]},
-        "action": {"shape": [action_shape]},
-    }
-    (root / "meta" / "info.json").write_text(json.dumps({"features": features}))
+    vectors = {"observation.state": ((4,), "float32"), "action": ((action_shape,), "float32")}
+    write(root, Data({"observation.images.camera": (32, 32)}, vectors, lengths=(2,)))
     if recorded is not None:
         (root / "meta" / "nexus.json").write_text(json.dumps({"schema": recorded}))
     return root

@@ -13,11 +13,12 @@ from fakes import FakeBackbone
 from tensordict import TensorDict
 
 from nexus_lightning.backbone import Backbone, VLAFeature
-from nexus_lightning.config import AlgorithmConfig, AugmentationConfig, ConfigError, DatasetConfig, validate
-from nexus_lightning.conventions import DatasetConverter
+from nexus_lightning.config import AugmentationConfig, ConfigError, DatasetConfig, validate
+from nexus_lightning.converter import DatasetConverter
 from nexus_lightning.demonstrations import record_demonstrations
 from nexus_lightning.features.grouping import EncodeRequest, EncodeStats, encode_together, passes
 from nexus_lightning.features.store import FeatureStore
+from nexus_lightning.objectives.awr import AWR, AWRSettings
 from nexus_lightning.producers.demonstrations import (
     DemonstrationReader,
     FrameOrder,
@@ -286,7 +287,7 @@ def write_dataset(root: Path, state_dim=4, action_dim=2, change=lambda episode, 
 NUMBERS = replace(SCHEMA, cameras=(), gripper="none", rotation="none", control_hz=20.0)
 
 
-def numbers_reader(root: Path, algorithm: AlgorithmConfig | None = None, **schema) -> DemonstrationReader:
+def numbers_reader(root: Path, algorithm: AWRSettings | None = None, **schema) -> DemonstrationReader:
     schema = replace(NUMBERS, **schema)
     config, backbone = DatasetConfig(repo_id="local/numbers"), FakeBackbone()
     dataset, spec = open_dataset(config, schema, root), backbone.feature_spec(schema)
@@ -298,7 +299,7 @@ def test_vectors_of_length_one_stay_vectors(tmp_path, state_dim, action_dim):
     """LeRobot keeps them as scalars."""
     kept = []
     root = write_dataset(tmp_path / "x", state_dim, action_dim, lambda episode, step, frame: kept.append(frame))
-    reader = numbers_reader(root, AlgorithmConfig(name="awr", gamma=1.0), state_dim=state_dim, action_dim=action_dim)
+    reader = numbers_reader(root, AWR.configure(gamma=1.0), state_dim=state_dim, action_dim=action_dim)
     batch = reader.read(torch.tensor([4, 6]))
     assert batch["observation", "state"].shape == (2, state_dim) and batch["actions"].shape == (2, 3, action_dim)
     for row, frame in enumerate((4, 6)):
@@ -378,7 +379,7 @@ def test_a_value_that_is_not_finite_is_found_before_anything_is_trained(tmp_path
         if (episode, step) == (1, 3):
             frame[key][-1] = np.nan
 
-    reader = numbers_reader(write_dataset(tmp_path / "x", change=change), AlgorithmConfig(name="awr"))
+    reader = numbers_reader(write_dataset(tmp_path / "x", change=change), AWR.configure())
     says = rf"local/numbers: '{key}' of episode 1, frame 3 is \[.*nan\], in all 1 frames"
     with pytest.raises(ValueError, match=says):
         reader.read(torch.tensor([0]))

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import json
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import imageio.v3 as iio
 import numpy as np
@@ -24,6 +26,8 @@ from nexus_lightning.producers.evaluation import (
     GREEN,
     RED,
     TILE_SIZE,
+    Evaluated,
+    Evaluator,
     TaskResult,
     evaluate_policy,
     filmed,
@@ -316,3 +320,26 @@ def test_ninety_bars_fit_a_picture(tmp_path):
     rows = [TaskResult(str(k), "do it", k / 90, 10, 0.0, 1.0, 0.0, 1.0, 0.0) for k in range(90)]
     success_figure([r.task for r in rows], rows, tmp_path / "bars.png")
     assert (tmp_path / "bars.png").stat().st_size > 5000
+
+
+def test_a_video_that_cannot_be_written_costs_no_result(monkeypatch, tmp_path, caplog):
+    got, episodes = [], [{"task": "a", "success": True}]
+
+    class Played(Evaluator):
+        def _run(self, version, record, stopping):
+            return Evaluated(episodes, {})
+
+    def full(*args):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("nexus_lightning.producers.evaluation.save_recorded", full)
+    served = SimpleNamespace(pin=lambda tenant, version: 3, unpin=lambda tenant, version: got.append("unpinned"))
+    where = tmp_path / "toy.mp4"
+    evaluator = Played(
+        "toy", SimpleNamespace(schema=None), served, None, [(0, 0)], lambda *r: got.append(r), lambda a, b: None,
+        lambda: 0.0, where,
+    )  # fmt: skip
+    evaluator.request(video=True)
+    evaluator.run_pending(lambda: False)
+    assert got == [("toy", 3, episodes, None), "unpinned"] and evaluator.wait_idle(0)
+    assert "the video of version 3 cannot be written" in caplog.text

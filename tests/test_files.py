@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+import torch
 
 from nexus_lightning import demonstrations, trainer
 from nexus_lightning.config import ConfigError
@@ -115,7 +116,8 @@ def test_a_run_that_is_going_cannot_be_resumed(compose, monkeypatch):
     run_dir, _ = trainer.resolve_run(config)
     checkpoint = run_dir / trainer.LAST_CHECKPOINT
     checkpoint.parent.mkdir()
-    checkpoint.write_bytes(b"as it was")
+    torch.save({"nexus": {"tenants": {}}}, checkpoint)
+    kept = checkpoint.read_bytes()
     (run_dir / "config.yaml").write_text("as it was")
     (Path(config.output_dir) / "latest").symlink_to(run_dir.name)
     lock = try_lock(run_dir / trainer.RUN_LOCK)
@@ -123,8 +125,9 @@ def test_a_run_that_is_going_cannot_be_resumed(compose, monkeypatch):
         config.ckpt_path = given
         with pytest.raises(ConfigError, match=rf"ckpt_path={given}: the run in \S+ is still going; wait"):
             trainer.train(config)
-    assert (run_dir / "config.yaml").read_text() == "as it was" and checkpoint.read_bytes() == b"as it was"
+    assert (run_dir / "config.yaml").read_text() == "as it was" and checkpoint.read_bytes() == kept
     lock.release()
+    (run_dir / "config.yaml").unlink()
 
     class Reached(Exception):
         pass

@@ -413,9 +413,15 @@ def wrong(schema: TenantSchema, what: str) -> TensorDict:
     if what == "camera":
         td["observation", "image"].rename_key_("front", "wrist")
     elif what == "size":
-        td["observation", "image", "front"] = torch.zeros(2, 3, 8, 8, dtype=torch.uint8)
+        td["observation", "image", "front"] = torch.zeros(2, 3, 0, 8, dtype=torch.uint8)
     elif what == "dtype":
-        td["observation", "image", "front"] = torch.zeros(2, 3, 16, 16)
+        td["observation", "image", "front"] = torch.zeros(2, 3, 16, 16, dtype=torch.int64)
+    elif what == "range":
+        td["observation", "image", "front"] = torch.full((2, 3, 16, 16), 200.0)
+    elif what == "grey":
+        td["observation", "image", "front"] = torch.zeros(2, 1, 16, 16, dtype=torch.uint8)
+    elif what == "channels last":
+        td["observation", "image", "front"] = torch.zeros(2, 16, 16, 3, dtype=torch.uint8)
     elif what == "bare image":
         td["observation", "image"] = torch.zeros(2, 3, 16, 16, dtype=torch.uint8)
     elif what == "state":
@@ -433,8 +439,11 @@ def wrong(schema: TenantSchema, what: str) -> TensorDict:
     ("what", "message"),
     [
         ("camera", r"schema has \['front'\], observation has \['wrist'\]"),
-        ("size", r"camera 'front': expected uint8 \[3, 16, 16\]"),
-        ("dtype", "camera 'front': expected uint8"),
+        ("size", r"camera 'front': expected uint8 .* got an empty image \[3, 0, 8\]"),
+        ("dtype", r"camera 'front': expected uint8 \[3, H, W\], or float from 0 to 1, got torch.int64"),
+        ("range", r"camera 'front': .* got torch.float32 \[3, 16, 16\] with values from 200 to 200"),
+        ("grey", r"camera 'front': .*\[1, 16, 16\] \(grey or depth: a policy sees three colour channels\)"),
+        ("channels last", r"camera 'front': .*\[16, 16, 3\] \(put the channels first\)"),
         ("bare image", r"one entry per camera: \['front'\]"),
         ("state", r"expected float32 \[2, 3\], got torch.float32 \[2, 9\]"),
         ("no state", r"expected float32 \[2, 3\], got None"),

@@ -17,11 +17,13 @@ from tensordict import TensorDict
 from models.heads.flow_matching import FlowMatchingHead
 from models.heads.mlp import ChunkMLPHead
 from nexus_lightning.checkpoint import read_payload, resolve_payload, tensors_digest
-from nexus_lightning.config import AlgorithmConfig, ConfigError, validate
-from nexus_lightning.conventions import DatasetConventions, DatasetConverter
+from nexus_lightning.config import ConfigError, validate
+from nexus_lightning.conventions import DatasetConventions
+from nexus_lightning.converter import DatasetConverter
 from nexus_lightning.memory import head_memory
-from nexus_lightning.objectives import AWRObjective, ChunkCritic, IQLObjective, SFTObjective
-from nexus_lightning.objectives.iql import iql_weights
+from nexus_lightning.objectives.awr import AWR
+from nexus_lightning.objectives.iql import IQL, iql_weights
+from nexus_lightning.objectives.sft import SFT
 from nexus_lightning.policy import load_policy
 from nexus_lightning.producers.demonstrations import low_dim_table, returns_to_go, transitions
 from nexus_lightning.schema import Normalizer, TenantSchema
@@ -69,14 +71,14 @@ def test_weights_are_exponential_and_cut():
     assert weight.tolist() == pytest.approx([1.0, math.e, math.exp(-2), 100.0])
 
 
-def objective_of(algorithm: AlgorithmConfig, head=None) -> IQLObjective:
+def objective_of(head=None, **settings) -> IQL:
     torch.manual_seed(0)
     if head is None:
         head = ChunkMLPHead(
             FakeBackbone().feature_spec(SCHEMA), SCHEMA, 32, use_features=False, loss="l2", state_noise=0.0
         )
-    critic = ChunkCritic(head, algorithm.target_rate)
-    return IQLObjective(head, critic, Normalizer(SCHEMA), algorithm, batch_size=64)
+    algorithm = IQL.configure(**settings)
+    return IQL(head, Normalizer(SCHEMA), algorithm, 64, IQL.networks(head, algorithm))
 
 
 def features_of(rows: int):
@@ -102,7 +104,7 @@ def random_batch(rows: int) -> TensorDict:
 
 def test_every_loss_equals_a_written_out_one():
     """Row by row; the slow networks differ from the trained ones, one row's episode has ended."""
-    objective = objective_of(AlgorithmConfig(name="iql", temperature=0.5, expectile=0.9, critic_coef=0.7))
+    objective = objective_of(temperature=0.5, expectile=0.9, critic_coef=0.7)
     head, critic = objective.head, objective.critic
     with torch.no_grad():
         for parameter in critic.networks.parameters():
@@ -135,7 +137,7 @@ def test_every_loss_equals_a_written_out_one():
 
 def test_gradients_stay_where_they_belong():
     """Nothing flows into the slow networks, and from the Q target or the advantage into the value."""
-    objective = objective_of(AlgorithmConfig(name="iql", value_warmup_jobs=1))
+    objective = objective_of(value_warmup_jobs=1)
     objective.loss(random_batch(8), jobs_completed=0)["loss"].backward()
     for name, parameter in objective.head.named_parameters():
         touched = parameter.grad is not None and bool(parameter.grad.abs().sum() > 0)
@@ -145,7 +147,7 @@ def test_gradients_stay_where_they_belong():
 
 
 def test_slow_networks_follow_at_the_target_rate():
-    critic = objective_of(AlgorithmConfig(name="iql", target_rate=0.25)).critic
+    critic = objective_of(target_rate=0.25).critic
     critic.update_slow()  # torch's average starts with a copy
     before = [p.clone() for p in critic.networks.parameters()]
     with torch.no_grad():
@@ -157,7 +159,7 @@ def test_slow_networks_follow_at_the_target_rate():
 
 
 def test_samples_without_a_target_are_in_no_minibatch():
-    objective = objective_of(AlgorithmConfig(name="iql"))
+    objective = objective_of()
     batch = random_batch(5)
     batch["taken"][2] = False
     assert [len(part) for part in objective.minibatches(batch)] == [4]
@@ -224,33 +226,31 @@ def fitted(objective, parameters, batch, steps=500):
         optimizer.zero_grad()
         objective.loss(batch, job)["loss"].backward()
         optimizer.step()
-        if isinstance(objective, IQLObjective):
+        if isinstance(objective, IQL):
             objective.critic.update_slow()
     return objective.head
 
 
 def test_iql_joins_two_half_good_recordings_and_nothing_else_does(recordings):
-    iql = objective_of(AlgorithmConfig(name="iql", gamma=0.95, expectile=0.9, temperature=0.1, target_rate=0.05))
+    iql = objective_of(gamma=0.95, expectile=0.9, temperature=0.1, target_rate=0.05)
     head = fitted(iql, [*iql.head.parameters(), *iql.critic.networks.parameters()], recordings)
     values = head.value(features_of(6), torch.eye(6)).flatten().tolist()
     assert values[2] > 0.7, "the junction is worth what its better half was followed by"
     assert outcome(head) == 1.0
 
-    awr = objective_of(AlgorithmConfig(name="awr")).head
-    algorithm = AlgorithmConfig(name="awr", gamma=0.95, expectile=0.9, temperature=0.02)
-    awr = fitted(AWRObjective(awr, Normalizer(SCHEMA), algorithm, 64), awr.parameters(), recordings)
+    awr = objective_of().head
+    algorithm = AWR.configure(gamma=0.95, expectile=0.9, temperature=0.02)
+    awr = fitted(AWR(awr, Normalizer(SCHEMA), algorithm, 64), awr.parameters(), recordings)
     assert outcome(awr) == 0.2, "the return that followed says: take the way out"
 
-    clone = objective_of(AlgorithmConfig(name="awr")).head
-    clone = fitted(SFTObjective(clone, Normalizer(SCHEMA), 64), clone.parameters(), recordings)
+    clone = objective_of().head
+    clone = fitted(SFT(clone, Normalizer(SCHEMA), SFT.configure(), 64), clone.parameters(), recordings)
     assert outcome(clone) == 0.0, "the mean of +1 and -1 leads nowhere"
 
 
 def test_the_learned_value_is_the_expectile_of_the_data(recordings):
     """At the junction half of the data end with 0 and half with 1: the tau-expectile of that coin is tau."""
-    objective = objective_of(
-        AlgorithmConfig(name="iql", gamma=1.0, expectile=0.8, value_warmup_jobs=10_000, target_rate=0.05)
-    )
+    objective = objective_of(gamma=1.0, expectile=0.8, value_warmup_jobs=10_000, target_rate=0.05)
     batch = recordings.clone()
     batch["discount"] = (batch["discount"] > 0).float()
     head = fitted(objective, [*objective.head.parameters(), *objective.critic.networks.parameters()], batch)
@@ -261,7 +261,7 @@ def test_a_flow_head_is_matched_to_what_weighs_most():
     """Advantage-weighted flow matching: the head's own loss on the drawn rows, and its own Q network."""
     torch.manual_seed(0)
     head = FlowMatchingHead(FakeBackbone().feature_spec(SCHEMA), SCHEMA)
-    objective = objective_of(AlgorithmConfig(name="iql"), head)
+    objective = objective_of(head)
     losses = objective.loss(random_batch(4), 0)
     losses["loss"].backward()
     assert losses["loss"].isfinite() and all(p.grad is not None for p in objective.critic.networks.parameters())
@@ -332,7 +332,7 @@ def test_bad_iql_configs_are_refused(offline):
     ):
         assert text in str(error.value)
     tenant.task = "rl"
-    with pytest.raises(ConfigError, match=r"iql: learns from a dataset; set tenants\.toy_offline\.task=offline_rl"):
+    with pytest.raises(ConfigError, match=r"IQL: trains task offline_rl; set tenants\.toy_offline\.task=offline_rl"):
         validate(config)
 
 

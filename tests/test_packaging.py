@@ -44,9 +44,10 @@ def test_wheel_carries_the_licence(wheel):
     (metadata,) = (name for name in archive.namelist() if name.endswith("METADATA"))
     assert "License-Expression: Apache-2.0" in archive.read(metadata).decode().splitlines()
     (licence,) = (name for name in archive.namelist() if name.endswith("/licenses/LICENSE"))
-    assert archive.read(licence) == (ROOT / "LICENSE").read_bytes() and b"Version 2.0, January 2004" in (
-        ROOT / "LICENSE"
-    ).read_bytes()
+    assert (
+        archive.read(licence) == (ROOT / "LICENSE").read_bytes()
+        and b"Version 2.0, January 2004" in (ROOT / "LICENSE").read_bytes()
+    )
 
 
 def test_wheel_metadata_keeps_the_pins(wheel):

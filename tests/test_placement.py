@@ -16,8 +16,8 @@ import yaml
 
 from nexus_lightning.config import ConfigError, NexusConfig, compose_config, validate
 from nexus_lightning.memory import estimate
-from nexus_lightning.placement.plan import Devices, common_devices, resolve
-from nexus_lightning.placement.sharding import rank_problems, sharding_problems
+from nexus_lightning.objectives.grpo import GRPO
+from nexus_lightning.placement.plan import Devices, common_devices, rank_problems, resolve, sharding_problems
 
 ROOT = Path(__file__).resolve().parent.parent
 GB = 10**9
@@ -252,11 +252,15 @@ def test_simulators_live_on_the_ranks_that_were_named(config):
 
 
 def test_groups_stay_on_one_rank(config):
-    grpo = ["tenants.toy.algorithm.name=grpo", "tenants.toy.algorithm.group_size=4"]
-    assert resolve(config(*grpo), gpus(2), FIGURES).simulators["toy"] == (4, 4)
-    assert resolve(config(*grpo), gpus(4), FIGURES).environments["toy"] == (0, 2)
+    def grouped(*overrides: str) -> NexusConfig:
+        result = config(*overrides)
+        result.tenants["toy"].algorithm = GRPO.configure(chunks_per_job=12, group_size=4)
+        return result
+
+    assert resolve(grouped(), gpus(2), FIGURES).simulators["toy"] == (4, 4)
+    assert resolve(grouped(), gpus(4), FIGURES).environments["toy"] == (0, 2)
     named = "placement.environments.toy=[0,1,2,3]"
-    assert "in groups of 4; use a multiple of 16" in refusal(config(*grpo, named), gpus(4))
+    assert "in groups of 4; use a multiple of 16" in refusal(grouped(named), gpus(4))
 
 
 def test_uneven_batches_are_padded(config):

@@ -9,20 +9,18 @@ from tensordict import TensorDict
 from torch.distributions import Normal
 
 from models.heads.mlp import ChunkMLPHead
-from nexus_lightning.config import AlgorithmConfig
+from nexus_lightning.objectives.grpo import GRPO, group_advantages, group_metrics
 from nexus_lightning.objectives.policy_gradient import (
     EvaluatedDecision,
-    PolicyGradientObjective,
-    compute_advantages,
-    group_advantages,
-    group_metrics,
     likelihood_units,
     next_values,
     reduce_chunk,
     unit_mask,
 )
-from nexus_lightning.producers.rollouts import ended
+from nexus_lightning.objectives.ppo import PPO
+from nexus_lightning.objectives.reinforce import Reinforce
 from nexus_lightning.schema import Normalizer, TenantSchema
+from nexus_lightning.shares import Metric
 
 SCHEMA = TenantSchema(state_dim=3, action_dim=2, chunk=3, execute=3, gripper="none", state_normalization="identity")
 
@@ -76,7 +74,7 @@ def test_the_horizon_is_a_cut_or_a_failure():
     following = TensorDict({"done": done, "terminated": terminated}, [2, 4])
     values, bootstrap = torch.arange(1.0, 9.0).view(2, 4, 1), torch.full((2, 4, 1), 50.0)
     for truncated, expected in ((True, [[2, 0, 4, 50], [6, 50, 8, 0]]), (False, [[2, 0, 4, 50], [6, 0, 8, 0]])):
-        end = ended(following, AlgorithmConfig(bootstrap_truncated=truncated))
+        end = PPO.ended(following, PPO.configure(bootstrap_truncated=truncated))
         assert next_values(values, done, end, bootstrap).squeeze(-1).tolist() == expected
 
 
@@ -84,13 +82,12 @@ def test_gae_stops_at_done_and_bootstraps_only_where_truncated():
     gamma, lam = 0.9, 0.8
     # two episodes in one row: the first terminates at step 1, the second is truncated at step 3
     td = rollout([0.0, 1.0, 0.0, 0.0], [0.5, 0.4, 0.3, 0.2], [0.4, 0.0, 0.2, 0.6], [0, 1, 0, 1], [0, 1, 0, 0])
-    out = compute_advantages(td, AlgorithmConfig(chunks_per_job=4, gamma=gamma, gae_lambda=lam))
+    out = PPO.advantages(td, PPO.configure(gamma=gamma, gae_lambda=lam))
     delta = [0.0 + gamma * 0.4 - 0.5, 1.0 - 0.4, gamma * 0.2 - 0.3, gamma * 0.6 - 0.2]
     advantage = [delta[0] + gamma * lam * delta[1], delta[1], delta[2] + gamma * lam * delta[3], delta[3]]
     target = torch.tensor(advantage) + torch.tensor([0.5, 0.4, 0.3, 0.2])
     assert torch.allclose(out["value_target"].flatten(), target, atol=1e-6)
-    raw = torch.tensor(advantage)
-    assert torch.allclose(out["advantage"].flatten(), (raw - raw.mean()) / raw.std(unbiased=False), atol=1e-5)
+    assert torch.allclose(out["advantage"].flatten(), torch.tensor(advantage), atol=1e-6)
 
 
 def test_discount_per_environment_step():
@@ -99,19 +96,16 @@ def test_discount_per_environment_step():
     td = rollout([0.0, 1.0], [0.5, 0.4], [0.4, 0.0], [0, 1], [0, 1])
     td["next", "executed"] = torch.tensor([[[True, True, True], [True, False, False]]])
     td["vla_action", "log_probs"] = torch.zeros(1, 2, 3, 1)
-    out = compute_advantages(
-        td, AlgorithmConfig(chunks_per_job=2, gamma=gamma, gae_lambda=1.0, discount_per="step", name="ppo")
-    )
+    out = PPO.advantages(td, PPO.configure(gamma=gamma, gae_lambda=1.0, discount_per="step"))
     assert torch.allclose(out["value_target"].flatten(), torch.tensor([gamma**3 * 1.0, 1.0]), atol=1e-6)
 
 
 def test_reinforce_uses_the_whole_return_minus_the_baseline():
     td = rollout([1.0, 2.0, 4.0], [0.5, 0.25, 0.1], [0.25, 0.1, 0.0], [0, 0, 1], [0, 0, 1])
-    out = compute_advantages(td, AlgorithmConfig(chunks_per_job=3, gamma=0.5, gae_lambda=0.3, name="reinforce"))
+    out = Reinforce.advantages(td, Reinforce.configure(gamma=0.5))
     returns = torch.tensor([1 + 0.5 * (2 + 0.5 * 4), 2 + 0.5 * 4, 4.0])
     assert torch.allclose(out["value_target"].flatten(), returns, atol=1e-6)
-    raw = returns - torch.tensor([0.5, 0.25, 0.1])
-    assert torch.allclose(out["advantage"].flatten(), (raw - raw.mean()) / raw.std(unbiased=False), atol=1e-5)
+    assert torch.allclose(out["advantage"].flatten(), returns - torch.tensor([0.5, 0.25, 0.1]), atol=1e-6)
 
 
 def test_grpo_compares_the_episodes_of_one_initial_state():
@@ -135,12 +129,12 @@ def test_grpo_compares_the_episodes_of_one_initial_state():
         },
         size,
     )
-    out = compute_advantages(td, AlgorithmConfig(chunks_per_job=3, name="grpo", group_size=2))
+    out = GRPO.advantages(td, GRPO.configure(group_size=2))
     # mean 0.5, standard deviation 0.5: +1 for the episode of return 1, -1 for the other
     assert out["advantage"].squeeze(-1).tolist() == [[1, 1, 0], [-1, -1, -1], [0, 0, 0], [0, 0, 0]]
     assert out["counts"].squeeze(-1).tolist() == [[True, True, False], [True, True, True], [False] * 3, [False] * 3]
     # of group 8 no episode was finished
-    assert group_metrics(td) == {"groups": 2.0, "zero_spread_groups": 1.0}
+    assert group_metrics(td) == {"groups": Metric(2.0, "sum"), "zero_spread_groups": Metric(1.0, "sum")}
 
 
 def test_groups_never_mix_and_one_finished_episode_is_no_group():
@@ -151,7 +145,7 @@ def test_groups_never_mix_and_one_finished_episode_is_no_group():
     td = TensorDict({"episode_seed": seeds.unsqueeze(-1), "next": following}, size)
     advantage, counts = group_advantages(td)
     assert advantage.flatten().tolist() == [1.0, -1.0, 0.0] and counts.flatten().tolist() == [True, True, False]
-    assert group_metrics(td) == {"groups": 1.0, "zero_spread_groups": 0.0}
+    assert group_metrics(td) == {"groups": Metric(1.0, "sum"), "zero_spread_groups": Metric(0.0, "sum")}
 
 
 @pytest.mark.parametrize("level", ["chunk", "action", "token"])
@@ -173,14 +167,13 @@ def test_likelihood_units_against_loops(level, reduction):
     assert units == pytest.approx([float(value) for value in expected])
 
 
-@pytest.mark.parametrize("name", ["ppo", "grpo"])
+@pytest.mark.parametrize(("algorithm", "settings"), [(PPO, {"critic_coef": 0.7}), (GRPO, {})], ids=["ppo", "grpo"])
 @pytest.mark.parametrize("level", ["chunk", "action", "token"])
-def test_the_clipped_loss_equals_a_written_out_one(name, level):
+def test_the_clipped_loss_equals_a_written_out_one(algorithm, settings, level):
     """Brute force over decisions and units, with a policy that has moved since it acted."""
     torch.manual_seed(0)
     head = ChunkMLPHead(FakeBackbone().feature_spec(SCHEMA), SCHEMA, hidden_dim=16)
-    algorithm = AlgorithmConfig(chunks_per_job=1, name=name, log_prob_level=level, critic_coef=0.7, group_size=None)
-    objective = PolicyGradientObjective(head, Normalizer(SCHEMA), algorithm)
+    objective = algorithm(head, Normalizer(SCHEMA), algorithm.configure(log_prob_level=level, **settings))
     data = partition(objective)
     old = data["sample_log_prob"]
     with torch.no_grad():
@@ -196,7 +189,7 @@ def test_the_clipped_loss_equals_a_written_out_one(name, level):
     expected = -torch.stack(terms).mean()
     losses = objective.loss(data, jobs_completed=0)
     torch.testing.assert_close(losses["policy_loss"], expected.detach(), rtol=1e-4, atol=1e-5)
-    if name == "ppo":
+    if algorithm is PPO:
         error = (head.value(data["features"], data["state"]) - data["value_target"]).square().mean()
         torch.testing.assert_close(losses["loss"], expected + 0.7 * error, rtol=1e-4, atol=1e-5)
     else:
@@ -207,8 +200,7 @@ def test_the_clipped_loss_equals_a_written_out_one(name, level):
 def test_reinforce_is_minus_log_prob_times_advantage():
     torch.manual_seed(0)
     head = ChunkMLPHead(FakeBackbone().feature_spec(SCHEMA), SCHEMA, hidden_dim=16)
-    algorithm = AlgorithmConfig(chunks_per_job=1, name="reinforce", epochs=1, critic_coef=0.5)
-    objective = PolicyGradientObjective(head, Normalizer(SCHEMA), algorithm)
+    objective = Reinforce(head, Normalizer(SCHEMA), Reinforce.configure(critic_coef=0.5))
     data = partition(objective)
     log_probs, _ = head.evaluate(data["features"], data["state"], data["vla_action"])
     units = likelihood_units(log_probs, data["executed"], "sum", "chunk")
@@ -230,8 +222,7 @@ def test_decisions_that_do_not_count_are_in_no_minibatch(objective):
 def objective():
     torch.manual_seed(0)
     head = ChunkMLPHead(FakeBackbone().feature_spec(SCHEMA), SCHEMA, hidden_dim=16)
-    algorithm = AlgorithmConfig(chunks_per_job=1, epochs=2, minibatch_size=4)
-    return PolicyGradientObjective(head, Normalizer(SCHEMA), algorithm)
+    return PPO(head, Normalizer(SCHEMA), PPO.configure(epochs=2, minibatch_size=4))
 
 
 def partition(objective, rows=8):
@@ -250,7 +241,7 @@ def partition(objective, rows=8):
             "executed": executed,
             "state_value": acted["state_value"],
             "sample_log_prob": likelihood_units(
-                acted["log_probs"], executed, objective.algorithm.log_prob, objective.algorithm.log_prob_level
+                acted["log_probs"], executed, objective.settings.log_prob, objective.settings.log_prob_level
             ),
             "counts": torch.ones(rows, 1, dtype=torch.bool),
             "advantage": torch.randn(rows, 1),
@@ -292,7 +283,7 @@ def test_an_action_that_was_not_carried_out_gets_no_gradient(objective):
 
 
 def test_warm_up_trains_the_critic_alone(objective):
-    objective.algorithm.value_warmup_jobs = 1
+    objective.settings.value_warmup_jobs = 1
     objective.loss(partition(objective), jobs_completed=0)["loss"].backward()
     for name, parameter in objective.head.named_parameters():
         touched = parameter.grad is not None and bool(parameter.grad.abs().sum() > 0)
@@ -313,12 +304,12 @@ def test_a_confident_policy_has_positive_log_density():
     assert dist.log_prob(value).item() > 3.6
 
 
-@pytest.mark.parametrize("name", ["ppo", "grpo"])
-def test_the_loss_follows_its_head_to_another_device(name):
+@pytest.mark.parametrize("algorithm", [PPO, GRPO])
+def test_the_loss_follows_its_head_to_another_device(algorithm):
     """Built before Lightning moves the head. A GPU refuses clip bounds that stay behind; `meta` stands in for one."""
     backbone = FakeBackbone()
     head = ChunkMLPHead(feature_spec=backbone.feature_spec(SCHEMA, "pooled"), schema=SCHEMA)
-    objective = PolicyGradientObjective(head, Normalizer(SCHEMA), AlgorithmConfig(name=name))
+    objective = algorithm(head, Normalizer(SCHEMA), algorithm.configure())
     assert {b.device.type for b in objective.loss_module.buffers(recurse=False)} == {"cpu"}
     seen = {}
 

@@ -15,14 +15,16 @@ from tensordict import TensorDict
 from test_policy_gradient import SCHEMA, partition
 
 from models.heads.mlp import ChunkMLPHead
-from nexus_lightning.config import AlgorithmConfig, ConfigError, validate
+from nexus_lightning.config import ConfigError, validate
+from nexus_lightning.objectives.grpo import GRPO
 from nexus_lightning.objectives.policy_gradient import (
-    PolicyGradientObjective,
+    PolicyGradient,
     cut,
     likelihood_units,
     next_values,
     unit_mask,
 )
+from nexus_lightning.objectives.ppo import PPO
 from nexus_lightning.producers.rollouts import advantage_stage
 from nexus_lightning.queues.jobs import JobState, Scheduler
 from nexus_lightning.queues.training import TrainingQueue
@@ -30,14 +32,14 @@ from nexus_lightning.schema import Normalizer
 from nexus_lightning.trainer import train
 
 
-def objective_of(level: str = "chunk", name: str = "ppo") -> PolicyGradientObjective:
+def objective_of(level: str = "chunk", name: str = "ppo") -> PolicyGradient:
     torch.manual_seed(0)
     head = ChunkMLPHead(FakeBackbone().feature_spec(SCHEMA), SCHEMA, hidden_dim=16)
-    algorithm = AlgorithmConfig(chunks_per_job=1, name=name, log_prob_level=level, critic_coef=0.7, proximal=True)
-    return PolicyGradientObjective(head, Normalizer(SCHEMA), algorithm)
+    algorithm, own = (PPO, {"critic_coef": 0.7}) if name == "ppo" else (GRPO, {})
+    return algorithm(head, Normalizer(SCHEMA), algorithm.configure(log_prob_level=level, proximal=True, **own))
 
 
-def moved(objective: PolicyGradientObjective, amount: float) -> None:
+def moved(objective: PolicyGradient, amount: float) -> None:
     with torch.no_grad():
         for parameter in objective.head.parameters():
             parameter.add_(amount * torch.randn_like(parameter))
@@ -79,7 +81,7 @@ def test_with_a_fresh_rollout_it_is_ppo():
     data["proximal_log_prob"] = data["sample_log_prob"]
     moved(objective, 0.05)
     decoupled = objective.loss(data, 0)
-    objective.algorithm.proximal = False
+    objective.settings.proximal = False
     plain = objective.loss(data, 0)
     assert decoupled["importance_weight"] == 1 and decoupled["behavior_kl"] == 0
     assert all(torch.equal(decoupled[key], plain[key]) for key in plain)
@@ -92,7 +94,7 @@ def test_a_stale_rollout_starts_unclipped():
     moved(objective, 0.3)
     data.update(objective.actor_forward(data))
     decoupled = objective.loss(data, 0)
-    objective.algorithm.proximal = False
+    objective.settings.proximal = False
     plain = objective.loss(data, 0)
     assert plain["clip_fraction"] > 0.9
     assert decoupled["clip_fraction"] == 0 and float(decoupled["ratio"]) == pytest.approx(1.0, abs=1e-4)
@@ -146,7 +148,7 @@ def test_the_advantage_stage_reads_the_partition(proximal):
         tenant_id="t",
     )
     scheduler.mark(job.job_id, JobState.NEEDS_ADVANTAGES)
-    algorithm = AlgorithmConfig(gamma=gamma, gae_lambda=lam, proximal=proximal)
+    algorithm = PPO.configure(gamma=gamma, gae_lambda=lam, proximal=proximal)
     config = SimpleNamespace(algorithm=algorithm, environment=SimpleNamespace(num_envs=2))
     advantage_stage(scheduler, queue, SimpleNamespace(name="t", spec=SimpleNamespace(config=config)), 60, 2)
     assert scheduler.get(job.job_id).state == JobState.READY
@@ -233,5 +235,5 @@ def test_an_actor_forward_that_fails_takes_out_its_tenant_alone(toy):
 
 def test_reinforce_has_nothing_to_decouple(toy):
     validate(toy())
-    with pytest.raises(ConfigError, match=r"algorithm\.proximal=true: reinforce clips no ratio"):
+    with pytest.raises(ConfigError, match=r"algorithm\.proximal=True: .* has no such key"):
         validate(toy("tenants.toy.algorithm.name=reinforce", "tenants.toy.algorithm.epochs=1"))

@@ -14,10 +14,9 @@ from tensordict import NonTensorStack, TensorDict
 from models.heads.mlp import ChunkMLPHead
 from nexus_lightning.backbone import compact, concatenate_features
 from nexus_lightning.checks import random_observation
-from nexus_lightning.config import AlgorithmConfig
 from nexus_lightning.features.grouping import EncodeStats
 from nexus_lightning.features.reuse import in_row_order, plan_reuse
-from nexus_lightning.objectives.policy_gradient import PolicyGradientObjective
+from nexus_lightning.objectives.ppo import PPO
 from nexus_lightning.producers.rollouts import with_features
 from nexus_lightning.run.module import MultiTenantModule
 from nexus_lightning.schema import Normalizer, TenantSchema
@@ -96,7 +95,7 @@ def test_training_on_kept_features_equals_training_on_features_computed_again():
     again = module._with_features([(slot, partition)])[0]
     assert module.encode_stats.rows == slot.passes.encoded == rows
 
-    objective = PolicyGradientObjective(head, Normalizer(SCHEMA), AlgorithmConfig(chunks_per_job=steps))
+    objective = PPO(head, Normalizer(SCHEMA), PPO.configure(chunks_per_job=steps))
     gradients = []
     for data in (kept, again):
         data = data.copy()

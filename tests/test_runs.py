@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import multiprocessing
 import os
@@ -229,7 +230,7 @@ def test_a_simulator_that_breaks_its_contract_costs_its_own_tenant_only(toy):
     says = {
         "watched": "reward: nan: expected one finite number",
         "offline": "state_dim=4: the simulator gives float32 (1,), expected float32 (4,)",
-        "rolled": "image_size=32: 'camera' is float32 (3, 32, 32), expected uint8 (3, 32, 32)",
+        "rolled": "image 'camera' is float32 (3, 32, 32), expected uint8 (3, 32, 32), as at the start",
         "recorded": "reward: nan: expected one finite number",
     }
     for name, words in says.items():
@@ -239,6 +240,30 @@ def test_a_simulator_that_breaks_its_contract_costs_its_own_tenant_only(toy):
         assert reason in (Path(summary["run_dir"]) / "errors" / f"{name}.txt").read_text()
     assert tenants["watched"]["jobs_completed"] == 6, "it was evaluated after its training"
     assert tenants["recorded"]["jobs_completed"] == 0
+
+
+def test_a_full_disk_ends_a_run_with_its_name_and_what_was_saved_goes_on(toy, monkeypatch):
+    whole = train(toy("+tenants=[toy_sft]"))
+    config, flush, flushed = toy("+tenants=[toy_sft]", "trainer.checkpoint_every_n_jobs=2"), checkpoint.fsync_folder, []
+
+    def flush_once(folder):
+        if flushed:
+            (folder / "head.safetensors").write_bytes(b"half")
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        flush(folder)
+        flushed.append(folder)
+
+    monkeypatch.setattr(checkpoint, "fsync_folder", flush_once)
+    with pytest.raises(
+        OSError, match=r"'toy_sft' version 4 was not saved to .*No space left on device; v00000002 stays"
+    ):
+        train(config)
+    monkeypatch.undo()
+    run_dir = (Path(config.output_dir) / "latest").resolve()
+    left = sorted(path.name for path in (run_dir / "tenants" / "toy_sft").iterdir())
+    assert left == ["latest", "v00000002"] and [p.name for p in (run_dir / "checkpoints").iterdir()] == ["last.ckpt"]
+    resumed = train(toy("+tenants=[toy_sft]", f"ckpt_path={run_dir}"))
+    assert resumed["run_dir"] == str(run_dir) and state_of(run_dir, "toy_sft") == state_of(whole["run_dir"], "toy_sft")
 
 
 def test_an_averaged_head_is_what_is_served_and_it_resumes(toy):

@@ -41,6 +41,7 @@ OTHER = {
     "execute": 3,
     "cameras": ("wrist", "front"),
     "image_size": 64,
+    "image_fit": "crop",
     "image_orientation": "rotated_180",
     "control_hz": 10.0,
     "action_convention": "absolute",
@@ -62,8 +63,14 @@ def test_signature_depends_on_every_field(field):
     changed = replace(SCHEMA, **{field: OTHER[field]})
     assert changed.signature != SCHEMA.signature
     assert [d.split(":")[0] for d in SCHEMA.differences(changed)] == [field]
-    seen_by_backbone = field in ("cameras", "image_size", "image_orientation", "prompt")
+    seen_by_backbone = field in ("cameras", "image_size", "image_fit", "image_orientation", "prompt")
     assert (changed.prefix_signature != SCHEMA.prefix_signature) == seen_by_backbone
+
+
+def test_signatures_from_before_images_were_fitted_stay_valid():
+    """Payloads and stored features are found by them."""
+    assert SCHEMA.signature == "132671f793710f19d464dfd51d534a1ef5129111ea4f3c2b04fe8c7e682964e3"
+    assert SCHEMA.prefix_signature == "b0841d0983d6dcf9260d211febde322f513e992ae3e7ff14e630b47602ddc7b3"
 
 
 def test_signature_ignores_the_container_type():
@@ -111,7 +118,7 @@ def test_a_good_schema_has_no_problems():
 @pytest.mark.parametrize(
     ("change", "word"),
     [
-        ({"state_dim": 0}, "state_dim=0"),
+        ({"state_dim": -1}, "state_dim=-1: must be at least 0"),
         ({"execute": 9}, "execute=9"),
         ({"cameras": ("front", "front")}, "listed twice"),
         ({"cameras": ("front view",)}, "front view"),
@@ -121,6 +128,7 @@ def test_a_good_schema_has_no_problems():
         ({"gripper_index": 4}, "gripper_index=4: lies inside the rotation"),
         ({"rotation": "matrix"}, "rotation='matrix'"),
         ({"rotation": "rotation_6d"}, "takes action dims 3 to 8, but action_dim=7"),
+        ({"image_fit": "letterbox"}, "image_fit='letterbox': choose one of pad, crop, stretch"),
         ({"image_orientation": "mirrored"}, "image_orientation='mirrored': choose one of upright"),
         ({"action_normalization": "quantiles"}, "action_normalization='quantiles'"),
         ({"prompt": "do it"}, "prompt='do it': must hold {instruction} once"),

@@ -24,7 +24,7 @@ from test_cli import FAST, folders
 from test_cli import run as run_process
 
 import train as train_py
-from nexus_lightning.config import ConfigError, compose_config, head_overrides, register_configs, validate
+from nexus_lightning.config import ConfigError, compose_config, hydra_overrides, register_configs, validate
 from nexus_lightning.trainer import train
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -152,7 +152,7 @@ def test_the_documented_multirun_lines_compose(arguments):
     """Each as Hydra's own sweeper splits it."""
     from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
 
-    overrides = OverridesParser.create().parse_overrides(head_overrides(arguments))
+    overrides = OverridesParser.create().parse_overrides(hydra_overrides(arguments))
     batches = BasicSweeper.split_arguments(overrides, max_batch_size=None)
     jobs = [job for batch in batches for job in batch]
     assert len(jobs) > 1

@@ -17,11 +17,15 @@ from nexus_lightning.client.futures import NexusFuture
 from nexus_lightning.services.errors import NexusError
 
 #: Of a description, in tables.
-COLUMNS = ("name", "state", "task", "policy_version", "jobs_completed", "target_jobs", "tenant_id")
+COLUMNS = ("name", "owner", "state", "task", "policy_version", "jobs_completed", "target_jobs", "tenant_id")
+
+
+TEXT = """Train on a running service. With an operator's token list, describe, pause, resume, cancel and delete reach
+every account's tenants."""
 
 
 def parser() -> argparse.ArgumentParser:
-    top = argparse.ArgumentParser(prog="python -m nexus_lightning.client", description="Train on a running service.")
+    top = argparse.ArgumentParser(prog="python -m nexus_lightning.client", description=TEXT)
     top.add_argument("--url", help="of the server; default: NEXUS_URL")
     top.add_argument("--json", action="store_true", help="print JSON instead of tables")
     verbs = top.add_subparsers(dest="verb", required=True)
@@ -33,7 +37,7 @@ def parser() -> argparse.ArgumentParser:
             sub.add_argument("tenant", help="name or id")
         return sub
 
-    verb("list", "All tenants of the account.", tenant=False)
+    verb("list", "All tenants of the account; an operator's: of all accounts.", tenant=False)
     verb("describe", "One tenant.")
     create = verb("create", "Create a tenant.", tenant=False)
     create.add_argument("spec", help="YAML or JSON file with name, schema, head ...; - for stdin")
@@ -87,7 +91,8 @@ def _run(client: NexusClient, options: argparse.Namespace) -> None:
     verb, as_json = options.verb, options.json
     if verb == "list":
         tenants = client.list_tenants()
-        print(json.dumps(tenants) if as_json else table(tenants, COLUMNS))
+        columns = [key for key in COLUMNS if key != "owner" or any(key in tenant for tenant in tenants)]
+        print(json.dumps(tenants) if as_json else table(tenants, columns))
         return
     if verb == "create":
         spec = read_spec(options.spec)

@@ -19,7 +19,7 @@ import numpy as np
 from nexus_lightning.client.futures import NexusFuture, Workload, as_completed
 from nexus_lightning.client.http import FIRST_PAUSE_S, LONGEST_PAUSE_S, Call, Transport, error_of, message_of
 from nexus_lightning.services.codec import JSON, MSGPACK, Message, encode, flatten
-from nexus_lightning.services.errors import ConnectionLost, Gone, NexusError, NotFound, Unauthorized
+from nexus_lightning.services.errors import Conflict, ConnectionLost, Gone, NexusError, NotFound, Unauthorized
 
 T = TypeVar("T")
 Named = str | Mapping[str, Any]
@@ -104,18 +104,23 @@ class NexusClient:
         return self._get("/v1/tenants")["tenants"]
 
     def tenant(self, name: str) -> Tenant:
-        """The tenant of this name or id.
+        """The tenant of this name or id. An operator finds every account's: it may :meth:`~Tenant.pause`,
+        :meth:`~Tenant.resume`, :meth:`~Tenant.cancel` and :meth:`~Tenant.delete` them.
 
         Raises:
             NotFound: there is none.
+            Conflict: several accounts have one of this name; give the id.
         """
         try:
             return self._tenant(self._get(f"/v1/tenants/{name}"))
         except NotFound:
-            for described in self.list_tenants():
-                if described["name"] == name:
-                    return self._tenant(described)
-            raise NotFound(f"tenant {name!r}: this account has none of that name or id") from None
+            found = [described for described in self.list_tenants() if described["name"] == name]
+        if len(found) > 1:
+            ids = ", ".join(f"{one['tenant_id']} (of {one['owner']})" for one in found)
+            raise Conflict(f"tenant {name!r}: several accounts have one: give its id: {ids}")
+        if not found:
+            raise NotFound(f"tenant {name!r}: this account has none of that name or id")
+        return self._tenant(found[0])
 
     def _tenant(self, described: dict[str, Any]) -> Tenant:
         with self._lock:  # one object a tenant: it counts the requests
@@ -187,7 +192,7 @@ class Tenant:
     """
 
     def __init__(self, transport: Transport, tenant_id: str, name: str) -> None:
-        self._transport, self.tenant_id, self.name = transport, tenant_id, name
+        self.transport, self.tenant_id, self.name = transport, tenant_id, name
         self._path = f"/v1/tenants/{tenant_id}"
         self._sending = threading.Lock()
         self._next_seq: int | None = None  # None: ask
@@ -199,11 +204,11 @@ class Tenant:
 
     def describe(self) -> dict[str, Any]:
         """State, policy version, jobs by state, memory, evaluations, last error."""
-        return message_of(self._transport.call(Call("GET", self._path))).meta
+        return message_of(self.transport.call(Call("GET", self._path))).meta
 
     def delete(self) -> None:
         """End its work and remove it with its results and payloads."""
-        self._transport.call(Call("DELETE", self._path, gone_is_done=True))
+        self.transport.call(Call("DELETE", self._path, gone_is_done=True))
 
     def train(
         self, task: str, *, dataset: Named | None = None, environment: Named | None = None, **options: Any
@@ -231,7 +236,7 @@ class Tenant:
 
     def workloads(self) -> list[dict[str, Any]]:
         """All workloads, oldest first."""
-        return message_of(self._transport.call(Call("GET", f"{self._path}/workloads"))).meta["workloads"]
+        return message_of(self.transport.call(Call("GET", f"{self._path}/workloads"))).meta["workloads"]
 
     def workload(self, workload_id: str | None = None) -> Workload:
         """An earlier workload; None: the last one.
@@ -241,8 +246,7 @@ class Tenant:
         """
         for found in reversed(self.workloads()):
             if workload_id in (None, found["workload_id"]):
-                shown = message_of(self._transport.call(Call("GET", f"/v1/futures/{found['future_id']}"))).meta
-                return Workload(self, {**shown, "workload_id": found["workload_id"]})
+                return Workload(self, {**found, "tenant_id": self.tenant_id})
         raise NotFound(f"tenant {self.name!r}: no workload {workload_id or ''}".rstrip())
 
     def pause(self) -> dict[str, Any]:
@@ -275,12 +279,12 @@ class Tenant:
 
     def payloads(self) -> list[dict[str, Any]]:
         """Versions on the server's disk, oldest first."""
-        return message_of(self._transport.call(Call("GET", f"{self._path}/payloads"))).meta["payloads"]
+        return message_of(self.transport.call(Call("GET", f"{self._path}/payloads"))).meta["payloads"]
 
     def download(self, version: int, folder: str | Path) -> Path:
         """Unpack the payload of a version below ``folder``; returns its own folder, as ``scripts/evaluate.py`` takes
         it."""
-        data = self._transport.call(Call("GET", f"{self._path}/payloads/{version}", wait_s=600.0)).content
+        data = self.transport.call(Call("GET", f"{self._path}/payloads/{version}", wait_s=600.0)).content
         with tarfile.open(fileobj=io.BytesIO(data)) as archive:
             names = {name.split("/")[0] for name in archive.getnames()}
             archive.extractall(folder, filter="data")  # refuses links and what would land outside
@@ -289,15 +293,15 @@ class Tenant:
 
     def metrics(self, after: int = 0) -> list[dict[str, Any]]:
         """``{"id", "time_s", "metrics"}`` so far, with ids above ``after``."""
-        answer = self._transport.call(Call("GET", f"{self._path}/metrics?follow=false&after={after}"))
+        answer = self.transport.call(Call("GET", f"{self._path}/metrics?follow=false&after={after}"))
         return json.loads(answer.content)
 
     def stream_metrics(self, after: int = 0) -> Iterator[dict[str, Any]]:
         """:meth:`metrics` as they come, without end; a lost connection is opened again where it stopped."""
-        pause_s, end_s = FIRST_PAUSE_S, time.monotonic() + self._transport.retry_s
+        pause_s, end_s = FIRST_PAUSE_S, time.monotonic() + self.transport.retry_s
         while True:
             try:
-                with self._transport.stream(f"{self._path}/metrics", {"Last-Event-ID": str(after)}) as response:
+                with self.transport.stream(f"{self._path}/metrics", {"Last-Event-ID": str(after)}) as response:
                     if response.status_code >= 400:
                         response.read()
                         raise error_of(response)
@@ -305,14 +309,14 @@ class Tenant:
                         if line.startswith("data:"):
                             row = json.loads(line[5:])
                             after = row["id"]
-                            pause_s, end_s = FIRST_PAUSE_S, time.monotonic() + self._transport.retry_s
+                            pause_s, end_s = FIRST_PAUSE_S, time.monotonic() + self.transport.retry_s
                             yield row
             except (NexusError, httpx.TransportError) as error:
                 retryable = isinstance(error, httpx.TransportError) or error.retryable
                 if not retryable or time.monotonic() > end_s:
                     if isinstance(error, NexusError):
                         raise
-                    raise ConnectionLost(f"{self._transport.url}: {type(error).__name__}: {error}") from error
+                    raise ConnectionLost(f"{self.transport.url}: {type(error).__name__}: {error}") from error
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
 
@@ -345,7 +349,7 @@ class Tenant:
         }
         body = encode(Message(meta, observation_arrays(observation)), MSGPACK)
         call = Call("POST", f"{self._path}/inference/predict", body, _BINARY)
-        return message_of(self._transport.call(call)).arrays
+        return message_of(self.transport.call(call)).arrays
 
     # ---- low level: training ----
 
@@ -370,8 +374,8 @@ class Tenant:
             observation: see the class.
             instructions: B texts.
             action: ``[B, T, A]`` as the simulator takes it, for the losses that imitate.
-            loss: ``sft``, ``awr``, ``ppo``, ``grpo``, ``reinforce``.
-            loss_options: its settings, as ``algorithm`` in ``conf/tenant/*.yaml``.
+            loss: an algorithm of the server: ``sft``, ``awr``, ``ppo``, ``grpo``, ``reinforce``.
+            loss_options: its settings, as in ``conf/algorithm/<loss>.yaml``.
             arrays: what the loss needs besides: ``is_pad``, or ``chunk``, ``log_probs``, ``advantage`` ...
         """
         meta = {"instructions": list(instructions), "loss": loss, "loss_options": dict(loss_options or {}), **more}
@@ -438,7 +442,7 @@ class Tenant:
     def queue_get(self, metadata: Mapping[str, Any]) -> dict[str, np.ndarray]:
         """The rows of a delivery."""
         body = encode(Message({"metadata": dict(metadata)}), MSGPACK)
-        return message_of(self._transport.call(Call("POST", f"{self._path}/queue/queue_get", body, _BINARY))).arrays
+        return message_of(self.transport.call(Call("POST", f"{self._path}/queue/queue_get", body, _BINARY))).arrays
 
     def queue_clear(self, partition_id: str) -> dict[str, Any]:
         return self._direct("queue/queue_clear", {"partition_id": partition_id})
@@ -468,13 +472,13 @@ class Tenant:
     ) -> NexusFuture[T]:
         deadline_s = meta.pop("deadline_s", None)
         answer = self._send(verb, meta, arrays, deadline_s)
-        return NexusFuture(self._transport, message_of(answer).meta, convert)
+        return NexusFuture(self.transport, message_of(answer).meta, convert)
 
     def _direct(self, verb: str, meta: dict[str, Any], arrays: Arrays | None = None) -> dict[str, Any]:
         answer = self._send(verb, meta, arrays)
         found = message_of(answer).meta
         if answer.status_code == 202:  # what comes before it is still running
-            return NexusFuture(self._transport, found, _meta).result()
+            return NexusFuture(self.transport, found, _meta).result()
         return found
 
     def _send(
@@ -490,7 +494,7 @@ class Tenant:
             seq = self.describe()["next_seq"] if self._next_seq is None else self._next_seq
             self._next_seq = None
             headers["Nexus-Seq"] = str(seq)
-            answer = self._transport.call(Call("POST", f"{self._path}/{verb}", body, headers, wait_s=30.0))
+            answer = self.transport.call(Call("POST", f"{self._path}/{verb}", body, headers, wait_s=30.0))
             self._next_seq = seq + 1
         return answer
 

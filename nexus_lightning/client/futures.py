@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from nexus_lightning.client.http import Call, Transport, message_of
 from nexus_lightning.services.codec import JSON, MSGPACK, Message, encode
 from nexus_lightning.services.errors import FutureTimeout, NexusError, future_error_from_json
-
-if TYPE_CHECKING:
-    from nexus_lightning.client.client import Tenant
 
 ENDED = ("completed", "failed", "cancelled")
 #: One long poll; the server sleeps meanwhile.
@@ -111,6 +108,16 @@ class NexusFuture[T]:
         )
 
 
+class Described(Protocol):
+    """Whose workload it is: the client's tenant."""
+
+    transport: Transport
+
+    def describe(self) -> dict[str, Any]:
+        """What the server knows of it now."""
+        ...
+
+
 class Workload(NexusFuture[dict[str, Any]]):
     """A workload of a tenant; its future ends with it.
 
@@ -118,8 +125,8 @@ class Workload(NexusFuture[dict[str, Any]]):
         workload_id: the server's.
     """
 
-    def __init__(self, tenant: Tenant, ticket: dict[str, Any]) -> None:
-        super().__init__(tenant._transport, ticket, lambda message: message.meta)
+    def __init__(self, tenant: Described, ticket: dict[str, Any]) -> None:
+        super().__init__(tenant.transport, ticket, lambda message: message.meta)
         self.tenant = tenant
         self.workload_id: str = ticket["workload_id"]
 

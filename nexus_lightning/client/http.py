@@ -20,6 +20,7 @@ from nexus_lightning.services.errors import (
     NotReady,
     QuotaExceeded,
     RateLimited,
+    StorageFull,
     error_from_json,
 )
 
@@ -49,8 +50,9 @@ class Call:
 class Transport:
     """Thread-safe; coroutines of any event loop may use it as well.
 
-    Sent again, as it is, for up to ``retry_s`` seconds: what got no answer, 429 (after its ``Retry-After``), 503 and a
-    quota that other requests will free. A mutating request carries its number, so the server executes it once.
+    Sent again, as it is, for up to ``retry_s`` seconds: what got no answer, 429 (after its ``Retry-After``), 503, 507
+    (a full disk) and a quota that other requests will free. A mutating request carries its number, so the server
+    executes it once.
 
     Args:
         url: of the server.
@@ -160,7 +162,7 @@ class Transport:
                 return answer
             else:
                 error = error_of(answer)
-                later = isinstance(error, NotReady | RateLimited) or answer.status_code in AWAY
+                later = isinstance(error, NotReady | RateLimited | StorageFull) or answer.status_code in AWAY
                 if not later and not (isinstance(error, QuotaExceeded) and error.retryable):
                     raise error
             pause_s = max(random.uniform(0.5, 1.0) * bound_s, error.retry_after_s or 0.0)

@@ -14,8 +14,9 @@ from tensordict import TensorDict, TensorDictBase
 from torch import Tensor, nn
 from torch.func import functional_call, stack_module_state, vmap
 
-from nexus_lightning.backbone import FeatureSpec, VLAFeature, check_observation, compact
+from nexus_lightning.backbone import FeatureSpec, VLAFeature, compact
 from nexus_lightning.head import ActionHead
+from nexus_lightning.images import fit_observation
 from nexus_lightning.inference.policies import Served
 
 Mode = Literal["act", "value"]
@@ -215,7 +216,7 @@ def validate_ask(ask: Ask, served: Served, ticket: Ticket) -> Request:
     images = observation.get("image", None)
     if images is not None and not isinstance(images, TensorDictBase):
         raise ValueError(f"('observation', 'image') must hold one entry per camera: {list(schema.cameras)}")
-    check_observation(cast(TensorDict, observation), schema)
+    observation = fit_observation(observation, schema)
     state = observation.get("state", None)
     if not isinstance(state, Tensor) or not state.is_floating_point() or state.shape != (rows, schema.state_dim):
         given = f"{state.dtype} {list(state.shape)}" if isinstance(state, Tensor) else f"{state!r}"

@@ -21,6 +21,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal, get_args
 
+from nexus_lightning.monitoring.lines import LineFile
+
 Service = Literal["actor", "inference", "environment"]
 SERVICES: tuple[str, ...] = get_args(Service)
 FLUSH_EVERY_S = 1.0
@@ -76,7 +78,9 @@ class EventLog:
     """Thread-safe writer of ``events.jsonl``; flushed to the operating system every second and on close.
 
     A process killed with ``kill -9`` loses at most the last second. Opening an existing file continues it: a torn last
-    line is cut off, the totals are rebuilt, and :meth:`now` goes on after the last recorded time.
+    line is cut off, the totals are rebuilt, and :meth:`now` goes on after the last recorded time. A full disk raises
+    nothing: events wait in memory up to a bound (:class:`~nexus_lightning.monitoring.lines.LineFile`); how many were
+    lost beyond it is told by a point ``events_lost`` once there is room.
 
     Args:
         path: the file; its folder must exist. None: totals only, no file (all ranks but the first).
@@ -95,7 +99,7 @@ class EventLog:
         self._lock = threading.Lock()
         offset_s = self._recover() if self.path.is_file() else None
         self._origin_s = time.monotonic() - (offset_s or 0.0)
-        self._file = self.path.open("a", encoding="utf-8")
+        self._lines, self._lost_told, self._closed = LineFile(self.path), 0, False
         self._closing = threading.Event()
         self._flusher = threading.Thread(target=self._flush_regularly, name="event-log-flush", daemon=True)
         self._flusher.start()
@@ -142,17 +146,31 @@ class EventLog:
         self._closing.set()
         self._flusher.join()
         with self._lock:
-            self._file.close()
+            if not self._closed:
+                self._lines.close()
+            self._closed = True
 
     def _write(self, record: dict) -> None:
-        if self._file.closed:
+        if self._closed:
             raise RuntimeError(f"{self.path}: the event log is closed; stop the services before closing it")
-        self._file.write(json.dumps(record) + "\n")
+        self._lines.add(json.dumps(record))
 
     def _flush_regularly(self) -> None:
         while not self._closing.wait(FLUSH_EVERY_S):
             with self._lock:
-                self._file.flush()
+                self._lines.flush()
+                lost = self._lines.lost - self._lost_told
+                if lost and self._lines.problem is None:
+                    self._lost_told = self._lines.lost
+                    values = {"count": lost}
+                    self._write(
+                        {"type": "point", "kind": "events_lost", "tenant": None, "time_s": self.now(), "values": values}
+                    )
+
+    @property
+    def problem(self) -> str | None:
+        """Why events cannot be written now; None: they can."""
+        return self._lines.problem
 
     def _recover(self) -> float:
         """Cut a torn last line, rebuild the totals; returns the last recorded time in seconds."""

@@ -1,30 +1,36 @@
-"""What a training job minimises, per tenant: one small class per task, thin over ``torchrl.objectives``."""
+"""What a training job minimises, per tenant: one algorithm a file, thin over ``torchrl.objectives``."""
 
-from nexus_lightning.config import TenantConfig
-from nexus_lightning.objectives.awr import AWRObjective
-from nexus_lightning.objectives.base import Objective
-from nexus_lightning.objectives.cotraining import CoTrainingObjective
-from nexus_lightning.objectives.iql import ChunkCritic, IQLObjective
-from nexus_lightning.objectives.policy_gradient import PROXIMAL_LOG_PROB, PolicyGradientObjective
-from nexus_lightning.objectives.sft import SFTObjective
+from __future__ import annotations
 
-__all__ = [
-    "AWRObjective",
-    "ChunkCritic",
-    "CoTrainingObjective",
-    "IQLObjective",
-    "Objective",
-    "PolicyGradientObjective",
-    "SFTObjective",
-    "job_fields",
-]
+import functools
+import importlib
+import pkgutil
+from typing import Any
+
+from nexus_lightning.objectives.base import AlgorithmSettings, Objective
 
 
-def job_fields(config: TenantConfig) -> tuple[str, ...]:
-    """Columns of a job's partition that the tenant's objective reads, besides the observation or its features."""
-    if config.task == "sft":
-        return SFTObjective.fields
-    assert config.algorithm is not None, "validated with the config"
-    if config.task == "rl":
-        return PolicyGradientObjective.fields + ((PROXIMAL_LOG_PROB,) if config.algorithm.proximal else ())
-    return {"awr": AWRObjective, "iql": IQLObjective}[config.algorithm.name].fields
+@functools.cache
+def shipped() -> dict[str, type[Objective]]:
+    """Short name -> class of the algorithms in this folder; the name is that of the file."""
+    found = {}
+    for entry in pkgutil.iter_modules(__path__):
+        module = importlib.import_module(f"{__name__}.{entry.name}")
+        for value in vars(module).values():
+            if isinstance(value, type) and issubclass(value, Objective) and value.__module__ == module.__name__:
+                found |= {entry.name: value} if value.task else {}
+    return found
+
+
+def default_algorithm(task: str) -> type[Objective] | None:
+    """What a tenant of a task trains by when it names nothing."""
+    return next((cls for cls in shipped().values() if cls.task == task and cls.default), None)
+
+
+def algorithm_of(tenant: Any) -> AlgorithmSettings:
+    """Settings of a tenant's algorithm; null is the default of its task."""
+    if tenant.algorithm is not None:
+        return tenant.algorithm
+    default = default_algorithm(tenant.task)
+    assert default is not None, "validated with the config"
+    return default.configure()

@@ -9,12 +9,10 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from nexus_lightning.objectives.base import Objective
-from nexus_lightning.objectives.policy_gradient import PolicyGradientObjective
-from nexus_lightning.objectives.sft import SFTObjective
 from nexus_lightning.shares import Minibatch, RowWeights, Share
 
 
-class CoTrainingObjective(Objective):
+class CoTraining(Objective):
     """``rl loss + weight * sft loss``: keeps a policy near its demonstrations while it learns from outcomes.
 
     The demonstrations' auxiliary loss of DAPG (Rajeswaran et al. 2018, arXiv 1709.10087), without its decay and with
@@ -25,29 +23,32 @@ class CoTrainingObjective(Objective):
         rl: the tenant's objective on its rollouts.
         sft: the tenant's objective on demonstrations; its ``batch_size`` are drawn for every minibatch.
         weight: of the supervised loss, ``algorithm.sft_weight``.
-        draw: the next n demonstrations with features, as :class:`SFTObjective` reads them.
+        draw: the next n demonstrations with features, as :class:`~nexus_lightning.objectives.sft.SFT` reads them.
         share: which of them are this rank's. Every rank reads all of them: what its own weigh follows from the others.
     """
 
-    encode_whole_job = PolicyGradientObjective.encode_whole_job
-    means = PolicyGradientObjective.means
     trains_without_rows = True
 
     def __init__(
         self,
-        rl: PolicyGradientObjective,
-        sft: SFTObjective,
+        rl: Objective,
+        sft: Objective,
         weight: float,
         draw: Callable[[int], TensorDict],
         share: Share | None = None,
     ) -> None:
         self.rl, self.sft, self.weight, self.draw = rl, sft, weight, draw
         self.share = Share() if share is None else share
+        self.means, self.metrics, self.encode_whole_job = rl.means, rl.metrics, rl.encode_whole_job
+        self.normalizes_advantages = rl.normalizes_advantages
 
-    @property
-    def normalizes_advantages(self) -> bool:
+    def actor_forward(self, batch: TensorDict) -> TensorDict:
+        """Of the rollout."""
+        return self.rl.actor_forward(batch)
+
+    def warming_up(self, jobs_completed: int) -> bool:
         """As the rl objective does."""
-        return self.rl.normalizes_advantages
+        return self.rl.warming_up(jobs_completed)
 
     def counted(self, data: TensorDict) -> TensorDict:
         """Of the rollout."""
@@ -64,7 +65,7 @@ class CoTrainingObjective(Objective):
     def loss(
         self, batch: TensorDict | None, jobs_completed: int, shares: dict[str, float] | None = None
     ) -> dict[str, Tensor]:
-        """Those of :class:`PolicyGradientObjective`, and ``sft_loss`` (without its weight).
+        """Those of the rl objective, and ``sft_loss`` (without its weight).
 
         With ``shares`` this rank's summands; ``batch`` None: it has no row of the rollout's minibatch.
         """
@@ -72,7 +73,7 @@ class CoTrainingObjective(Objective):
         if batch is not None:
             given = (batch, jobs_completed) if shares is None else (batch, jobs_completed, shares)
             losses = self.rl.loss(*given)
-        if jobs_completed < self.rl.algorithm.value_warmup_jobs:
+        if self.warming_up(jobs_completed):
             return losses or {"loss": torch.zeros((), requires_grad=True)}
         supervised = self._supervised(jobs_completed)
         loss = self.weight * supervised

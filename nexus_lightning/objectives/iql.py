@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import cast
+from dataclasses import dataclass
+from typing import Any, cast
 
 import torch
 from tensordict import TensorDict
@@ -10,19 +11,28 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from nexus_lightning.backbone import VLAFeature
-from nexus_lightning.config import AlgorithmConfig
+from nexus_lightning.bounds import setting
 from nexus_lightning.head import ActionHead
 from nexus_lightning.objectives.awr import expectile_loss
-from nexus_lightning.objectives.base import Objective
-from nexus_lightning.schema import Normalizer
+from nexus_lightning.objectives.base import AlgorithmSettings, Networks, Objective, Recorded
 
 #: Largest weight ``exp(advantage / temperature)`` of a sample, as in the paper's code and in TorchRL's ``IQLLoss``.
 MAX_WEIGHT = 100.0
-#: Expectile of the value step (the paper's for locomotion) unless ``algorithm.expectile`` says otherwise.
-EXPECTILE = 0.7
 
 
-class ChunkCritic(nn.Module):
+@dataclass
+class IQLSettings(AlgorithmSettings):
+    """See ``conf/algorithm/iql.yaml``."""
+
+    gamma: float = setting(0.99, least=0, most=1)  # per environment step
+    temperature: float = setting(0.1, above=0)  # of the advantage weights: the inverse of IQL's beta
+    expectile: float = setting(0.7, above=0, below=1)  # of the value step; the paper's for locomotion
+    critic_coef: float = setting(0.5, least=0)
+    value_warmup_jobs: int = setting(0, least=0)  # train only V and Q for this many jobs
+    target_rate: float = setting(0.05, above=0, most=1)  # share of the new weights in the slow Q networks, every step
+
+
+class ChunkCritic(Networks):
     """Two Q networks on (state, the actions of a chunk that are carried out), and their slow copies.
 
     Owned by the tenant's slot beside the head: trained by its optimizer (at ``value_lr``), saved in its payload, never
@@ -63,7 +73,7 @@ class ChunkCritic(nn.Module):
         self.slow.update_parameters(self.networks)
 
 
-class IQLObjective(Objective):
+class IQL(Objective):
     """Implicit Q-learning (Kostrikov et al. 2021, arXiv 2110.06169), one decision = the executed part of a chunk.
 
     - ``Q(s, chunk)`` regresses ``r_1 + ... + gamma^(n-1) r_n + gamma^n V(s')``, n the steps that were carried out, no
@@ -78,45 +88,55 @@ class IQLObjective(Objective):
     that followed (AWR) cannot. TorchRL's ``IQLLoss`` lends its expectile loss; the rest of it does not fit: it
     discounts every transition alike (n differs near an episode's end) and wants an actor with a distribution.
 
-    Partition fields (rows = samples): those of :class:`~nexus_lightning.objectives.sft.SFTObjective`, ``reward`` and
+    Partition fields (rows = samples): those of :class:`~nexus_lightning.objectives.sft.SFT`, ``reward`` and
     ``discount`` ``[N, 1]``, ``taken`` bool ``[N, execute]``, ``next_features`` and ``next_state``.
     """
 
+    task = "offline_rl"
+    settings_class = IQLSettings
+    needs_ends = True
     fields = ("actions", "is_pad", "reward", "discount", "taken", "next_features", "next_state")
+    settings: IQLSettings
+    critic: ChunkCritic
 
-    def __init__(
-        self,
-        head: ActionHead,
-        critic: ChunkCritic,
-        normalizer: Normalizer,
-        algorithm: AlgorithmConfig,
-        batch_size: int,
-    ) -> None:
-        self.head, self.critic, self.normalizer = head, critic, normalizer
-        self.algorithm, self.batch_size = algorithm, batch_size
-        self.expectile = EXPECTILE if algorithm.expectile is None else algorithm.expectile
+    @classmethod
+    def problems(cls, key: str, tenant: Any, head: Any) -> list[str]:
+        """It needs Q networks of the head, and the features of two observations."""
+        problems = []
+        if tenant.features.reuse == "never":
+            problems.append(f"{key}.features.reuse=never: iql reads the features of two observations; set it to auto")
+        if isinstance(head, type) and issubclass(head, ActionHead) and head.q_network is ActionHead.q_network:
+            problems.append(f"{key}.head={head.__name__}: has no q_network, which iql needs; use another head, or awr")
+        return problems
+
+    @classmethod
+    def networks(cls, head: ActionHead, settings: IQLSettings) -> ChunkCritic:
+        """Two Q networks and their slow copies."""
+        return ChunkCritic(head, settings.target_rate)
+
+    @classmethod
+    def columns(cls, recorded: Recorded, settings: IQLSettings) -> TensorDict:
+        """``reward``, ``discount``, ``taken``, ``next_row``."""
+        return recorded.transitions(settings.gamma)
 
     def row_weights(self, data: TensorDict) -> dict[str, Tensor]:
         """1 for every sample of which something was carried out (others have no target), and which is no padding."""
         taken, is_pad = cast(Tensor, data["taken"]), cast(Tensor, data["is_pad"])
         return {"loss": taken.any(-1) & ~is_pad.all(-1)}
 
-    def loss(
-        self, batch: TensorDict | None, jobs_completed: int, shares: dict[str, float] | None = None
-    ) -> dict[str, Tensor]:
+    def warming_up(self, jobs_completed: int) -> bool:
+        """In the first ``value_warmup_jobs`` jobs."""
+        return jobs_completed < self.settings.value_warmup_jobs
+
+    def minibatch_loss(self, batch: TensorDict, jobs_completed: int) -> dict[str, Tensor]:
         """``loss`` and what is logged (scalars).
 
         ``policy_loss``, ``value_loss``, ``q_loss``, ``q`` and ``value`` (means), ``advantage`` (mean of Q - V),
         ``weight_share``: the effective number of samples over the number of samples.
 
-        With ``shares`` this rank's summands of the mean over all ranks' rows. Values are those of one rank; the policy
-        imitates what each rank draws from its own rows: their weights are relative to those rows.
+        With several ranks values are those of one rank; the policy imitates what each rank draws from its own rows:
+        their weights are relative to those rows.
         """
-        assert batch is not None
-        losses = self._loss(batch, jobs_completed)
-        return losses if shares is None else {k: v * shares["loss"] for k, v in losses.items()}
-
-    def _loss(self, batch: TensorDict, jobs_completed: int) -> dict[str, Tensor]:
         features, state = batch["features"], self.normalizer.normalize_state(batch["state"])
         actions, taken = self.normalizer.normalize_action(batch["actions"]), batch["taken"]
         target = self.q_target(batch)
@@ -125,9 +145,9 @@ class IQLObjective(Objective):
         with torch.no_grad():
             slow = self.critic(features, state, actions, taken, slow=True).amin(0)
         value = self.head.value(features, state)
-        value_loss = expectile_loss(slow - value, self.expectile)
+        value_loss = expectile_loss(slow - value, self.settings.expectile)
         advantage = (slow - value).detach().squeeze(-1)
-        weight = iql_weights(advantage, self.algorithm.temperature)
+        weight = iql_weights(advantage, self.settings.temperature)
         metrics = {
             "value_loss": value_loss.detach(),
             "q_loss": q_loss.detach(),
@@ -136,8 +156,8 @@ class IQLObjective(Objective):
             "advantage": advantage.mean(),
             "weight_share": weight.sum().square() / (len(weight) * weight.square().sum()),
         }
-        critic_loss = self.algorithm.critic_coef * (value_loss + q_loss)
-        if jobs_completed < self.algorithm.value_warmup_jobs:
+        critic_loss = self.settings.critic_coef * (value_loss + q_loss)
+        if self.warming_up(jobs_completed):
             return {"loss": critic_loss, **metrics}
         rows = torch.multinomial(weight, len(weight), replacement=True)
         losses = self.head.loss(features[rows], state[rows], actions[rows], batch["is_pad"][rows])

@@ -1,12 +1,7 @@
-"""Policy gradients on action chunks: PPO, GRPO and REINFORCE over TorchRL's losses and its GAE.
+"""Policy gradients on action chunks, over TorchRL's losses: what PPO, GRPO and REINFORCE share.
 
 One decision = one chunk. Its reward is the sum up to the first done; actions after the done were never carried out,
 so they carry no likelihood, no entropy and no gradient (``executed`` mask).
-
-- ``ppo``: ``torchrl.objectives.ClipPPOLoss``, advantages by GAE (Schulman et al. 2016, arXiv 1506.02438).
-- ``grpo``: the same clipped loss without a critic; an episode's advantage is its return against the other episodes from
-  the same initial state (Shao et al. 2024, arXiv 2402.03300), the same for all its decisions.
-- ``reinforce``: ``torchrl.objectives.ReinforceLoss``, the return minus the critic's estimate (GAE with lambda 1).
 
 Rollouts that go on while the actor trains were drawn by an older policy (behaviour) than the one a job starts from
 (proximal). ``algorithm.proximal`` decouples the two (Hilton et al. 2022, arXiv 2110.00641; AReaL, arXiv 2505.24298)::
@@ -21,23 +16,26 @@ what a stale rollout finds beyond the clip already gets no gradient, however wro
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from typing import cast
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from tensordict import TensorDict
 from tensordict.nn import TensorDictModule
 from torch import Tensor
 from torch.distributions import Distribution
-from torchrl.modules import ProbabilisticActor
-from torchrl.objectives import ClipPPOLoss, ReinforceLoss
-from torchrl.objectives.value.functional import generalized_advantage_estimate
 
-from nexus_lightning.config import AlgorithmConfig
+from nexus_lightning.bounds import setting
 from nexus_lightning.head import ActionHead
-from nexus_lightning.objectives.base import Objective
+from nexus_lightning.objectives.base import Networks, Objective, RolloutSettings
+from nexus_lightning.objectives.cotraining import CoTraining
+from nexus_lightning.objectives.sft import SFT
 from nexus_lightning.schema import Normalizer
-from nexus_lightning.shares import Minibatch, RowWeights, cut_permutation
+from nexus_lightning.shares import Minibatch, RowWeights, Share, cut_permutation
+
+if TYPE_CHECKING:
+    from torchrl.objectives import LossModule
 
 CHUNK = ("vla_action", "chunk")
 LOG_PROBS = ("vla_action", "log_probs")
@@ -46,8 +44,25 @@ EXECUTED = "executed"
 PROXIMAL_LOG_PROB, PROXIMAL_VALUE = "proximal_log_prob", "proximal_value"
 #: Largest weight of the proximal policy against the behaviour policy (AReaL's ``behav_imp_weight_cap``).
 MAX_IMPORTANCE_WEIGHT = 5.0
-#: Returns of a group whose standard deviation is smaller are equal (grpo).
-MIN_SPREAD = 1e-6
+#: What TorchRL's losses give as means over likelihood units; the rest are means over rows.
+PER_UNIT = ("loss_actor", "loss_objective", "kl_approx", "clip_fraction", "mean_ratio")
+
+
+@dataclass
+class PolicyGradientSettings(RolloutSettings):
+    """Of every policy gradient."""
+
+    log_prob_level: str = setting("chunk", choices=("chunk", "action", "token"))  # what has a ratio of its own
+    log_prob: str = setting("sum", choices=("sum", "mean"))  # over the elements of such a unit
+
+
+@dataclass
+class ClipSettings(PolicyGradientSettings):
+    """Of those that clip the ratio."""
+
+    clip_epsilon: float = setting(0.2, above=0)
+    proximal: bool = False  # clip against the policy at the start of the job, not the one that acted
+    entropy_coef: float = setting(0.0, least=0)
 
 
 def reduce_chunk(values: Tensor, executed: Tensor, reduction: str) -> Tensor:
@@ -114,49 +129,6 @@ class EvaluatedDecision(Distribution):
         return reduce_chunk(self.entropies, self.executed, self.reduction)
 
 
-def compute_advantages(rollout: TensorDict, algorithm: AlgorithmConfig, normalize: bool = True) -> TensorDict:
-    """Advantages of one rollout; statistics are this job's alone.
-
-    Args:
-        rollout: ``[N, L]`` (simulators x decisions) with ``("next", "reward"|"done"|"terminated"|"executed")`` and
-            ``log_probs``; ppo and reinforce also need ``state_value`` ``[N, L, 1]`` and ``("next", "state_value")``
-            (zero where terminated, the critic's estimate where truncated or cut), grpo ``episode_seed``.
-        algorithm: of the tenant.
-        normalize: False where ``rollout`` is only one rank's part of the job.
-
-    Returns:
-        Derived columns ``[N, L]``: ``advantage`` ``[.., 1]``, ``value_target`` ``[.., 1]``, ``sample_log_prob``
-        ``[.., U]`` (see :func:`likelihood_units`), and ``counts`` bool ``[.., 1]``: False for decisions that grpo
-        leaves out (episodes that the rollout cut, groups without spread).
-    """
-    following = cast(TensorDict, rollout["next"])
-    executed = following[EXECUTED]
-    if algorithm.name == "grpo":
-        advantage, counts = group_advantages(rollout)
-        value_target = torch.zeros_like(advantage)
-    else:
-        gamma: float | Tensor = algorithm.gamma
-        if algorithm.discount_per == "step":
-            gamma = algorithm.gamma ** executed.sum(-1, keepdim=True).to(following["reward"].dtype)
-        advantage, value_target = generalized_advantage_estimate(
-            gamma,  # pyright: ignore[reportArgumentType]
-            algorithm.gae_lambda if algorithm.name == "ppo" else 1.0,
-            rollout["state_value"],
-            following["state_value"],
-            following["reward"],
-            following["done"],
-            following["terminated"],
-        )
-        if normalize:
-            advantage = (advantage - advantage.mean()) / advantage.std(unbiased=False).clamp(min=1e-6)
-        counts = torch.ones_like(advantage, dtype=torch.bool)
-    units = likelihood_units(rollout[LOG_PROBS], executed, algorithm.log_prob, algorithm.log_prob_level)
-    return TensorDict(
-        {"advantage": advantage, "value_target": value_target, "sample_log_prob": units, "counts": counts},
-        rollout.batch_size,
-    )
-
-
 def importance_weights(proximal: Tensor, behaviour: Tensor) -> Tensor:
     """``exp(proximal - behaviour)`` of log-probabilities, cut at :data:`MAX_IMPORTANCE_WEIGHT`.
 
@@ -168,7 +140,7 @@ def importance_weights(proximal: Tensor, behaviour: Tensor) -> Tensor:
 
 
 def next_values(values: Tensor, done: Tensor, terminated: Tensor, bootstrap: Tensor) -> Tensor:
-    """Critic of the state after each decision ``[N, L, 1]``: what :func:`compute_advantages` wants as next value.
+    """Critic of the state after each decision ``[N, L, 1]``: what :meth:`Objective.advantages` wants as next value.
 
     Args:
         values: of the state before each decision ``[N, L, 1]``.
@@ -191,58 +163,9 @@ def cut(done: Tensor, terminated: Tensor) -> Tensor:
     return (done | last) & ~terminated
 
 
-def group_advantages(rollout: TensorDict) -> tuple[Tensor, Tensor]:
-    """GRPO's advantage ``[N, L, 1]`` and which decisions count.
-
-    Episodes with one ``episode_seed`` (same task, same initial state) are a group; an episode's advantage is its return
-    minus the group's mean, over the group's standard deviation. A group whose returns are all equal, or of which only
-    one episode was finished, teaches nothing and is left out, as are episodes that the end of the rollout cut.
-    """
-    reward = cast(TensorDict, rollout["next"])["reward"].squeeze(-1)
-    advantage, counts = torch.zeros_like(reward), torch.zeros_like(reward, dtype=torch.bool)
-    for places, returns in _finished_groups(rollout):
-        spread = returns.std(unbiased=False)
-        if spread < MIN_SPREAD:
-            continue
-        for place, value in zip(places, (returns - returns.mean()) / spread, strict=True):
-            advantage[place] = value
-            counts |= place
-    return advantage.unsqueeze(-1), counts.unsqueeze(-1)
-
-
-def group_metrics(rollout: TensorDict) -> dict[str, float]:
-    """``groups`` with at least two finished episodes, and how many ``zero_spread_groups`` of them are left out."""
-    spreads = [float(returns.std(unbiased=False)) for _, returns in _finished_groups(rollout)]
-    return {
-        "groups": float(len(spreads)),
-        "zero_spread_groups": float(sum(spread < MIN_SPREAD for spread in spreads)),
-    }
-
-
-def _finished_groups(rollout: TensorDict) -> list[tuple[list[Tensor], Tensor]]:
-    """Of every group with at least two finished episodes: where each is, bool ``[N, L]``, and their returns."""
-    following = cast(TensorDict, rollout["next"])
-    reward, done = following["reward"].squeeze(-1), following["done"].squeeze(-1)
-    seeds = rollout["episode_seed"].squeeze(-1)
-    # Number of the episode in its simulator: a decision after a done belongs to the next one.
-    episode = done.long().cumsum(1) - done.long()
-    groups: dict[int, list[tuple[Tensor, float]]] = {}
-    for env in range(len(reward)):
-        for number in range(int(episode[env].max()) + 1):
-            rows = episode[env] == number
-            if bool(done[env][rows].any()):
-                place = torch.zeros_like(done)
-                place[env] = rows
-                groups.setdefault(int(seeds[env][rows][0]), []).append((place, float(reward[env][rows].sum())))
-    return [
-        ([place for place, _ in episodes], torch.tensor([value for _, value in episodes]))
-        for episodes in groups.values()
-        if len(episodes) > 1
-    ]
-
-
-class PolicyGradientObjective(Objective):
-    """PPO, GRPO or REINFORCE over the rows of one rollout partition.
+class PolicyGradient(Objective):
+    """What policy gradients over the rows of one rollout partition share; a subclass gives :meth:`advantage` and
+    :meth:`make_loss`.
 
     Partition fields (rows = decisions): ``features`` and raw ``state`` (or, without feature reuse, ``observation`` and
     ``language_instruction``, from which the module computes them once per job), ``vla_action`` (normalised chunk, and
@@ -250,6 +173,8 @@ class PolicyGradientObjective(Objective):
     ``value_target``, ``state_value``, ``counts``.
     """
 
+    settings_class = PolicyGradientSettings
+    settings: Any
     #: Observations are encoded once per job: every epoch reads them again.
     encode_whole_job = True
     #: What the means in :meth:`loss` are taken over.
@@ -263,9 +188,20 @@ class PolicyGradientObjective(Objective):
         "value_target",
         "counts",
     )
+    #: Names of the two losses that TorchRL's module gives.
+    policy_loss, value_loss = "loss_objective", "loss_critic"
 
-    def __init__(self, head: ActionHead, normalizer: Normalizer, algorithm: AlgorithmConfig) -> None:
-        self.normalizer, self.algorithm = normalizer, algorithm
+    def __init__(
+        self,
+        head: ActionHead,
+        normalizer: Normalizer,
+        settings: PolicyGradientSettings,
+        batch_size: int = 1,
+        networks: Networks | None = None,
+    ) -> None:
+        from torchrl.modules import ProbabilisticActor  # takes a second, and settings are read without it
+
+        super().__init__(head, normalizer, settings, batch_size, networks)
         policy = TensorDictModule(
             head.evaluate,
             in_keys=["features", "state", "vla_action"],
@@ -280,42 +216,109 @@ class PolicyGradientObjective(Objective):
             },
             out_keys=[CHUNK],
             distribution_class=EvaluatedDecision,
-            distribution_kwargs={"reduction": algorithm.log_prob, "level": algorithm.log_prob_level},
+            distribution_kwargs={"reduction": settings.log_prob, "level": settings.log_prob_level},
         )
-        self.head = head
         critic = TensorDictModule(head.value, in_keys=["features", "state"], out_keys=["state_value"])
         keys = {"action": CHUNK, "advantage": "advantage", "value_target": "value_target", "value": "state_value"}
-        self.loss_module: ReinforceLoss | ClipPPOLoss
-        if algorithm.name == "reinforce":
-            self.loss_module = ReinforceLoss(actor, critic, loss_critic_type="l2", functional=False)
-        else:
-            self.loss_module = ClipPPOLoss(
-                actor,
-                None if algorithm.name == "grpo" else critic,
-                clip_epsilon=algorithm.clip_epsilon,
-                entropy_bonus=True,  # with a coefficient of 0 for its figure alone
-                entropy_coeff=algorithm.entropy_coef,
-                critic_coeff=None if algorithm.name == "grpo" else algorithm.critic_coef,
-                loss_critic_type="l2",
-                normalize_advantage=False,
-                functional=False,
-            )
+        self.loss_module = self.make_loss(actor, critic if self.needs_critic else None)
         self.loss_module.set_keys(**keys, sample_log_prob="sample_log_prob")
 
-    @property
-    def normalizes_advantages(self) -> bool:
-        """A group's advantages are relative to the group already."""
-        return self.algorithm.name != "grpo"
+    # ------------------------------------------------------------------------------------------ given by a subclass
+
+    @classmethod
+    def advantage(cls, rollout: TensorDict, settings: Any) -> tuple[Tensor, Tensor, Tensor]:
+        """``(advantage, value_target, counts)`` ``[N, L, 1]`` of a rollout, see :meth:`advantages`; ``counts`` is False
+        for decisions that teach nothing."""
+        raise NotImplementedError(f"{cls.__name__} must override advantage")
+
+    def make_loss(self, actor: Any, critic: TensorDictModule | None) -> LossModule:
+        """TorchRL's loss of this algorithm. By default the clipped one of PPO, with a critic where it has one."""
+        from torchrl.objectives import ClipPPOLoss
+
+        return ClipPPOLoss(
+            actor,
+            critic,
+            clip_epsilon=self.settings.clip_epsilon,
+            entropy_bonus=True,  # with a coefficient of 0 for its figure alone
+            entropy_coeff=self.settings.entropy_coef,
+            critic_coeff=None if critic is None else self.settings.critic_coef,
+            loss_critic_type="l2",
+            normalize_advantage=False,
+            functional=False,
+        )
+
+    def weighted_value_loss(self, value_loss: Tensor) -> Tensor:
+        """As it is added to the loss."""
+        return value_loss
+
+    # ---------------------------------------------------------------------------------------------------- the same
+
+    @classmethod
+    def problems(cls, key: str, tenant: Any, head: Any) -> list[str]:
+        """Minibatches must divide the rows of a rollout, where none of them is left out."""
+        del head
+        settings, environment = tenant.algorithm, tenant.environment
+        if not cls.every_decision_counts or environment is None or settings.chunks_per_job is None:
+            return []
+        rows, size = environment.num_envs * settings.chunks_per_job, settings.minibatch_size
+        if size < 1 or size >= rows or not rows % size:
+            return []
+        return [
+            f"{key}.algorithm.minibatch_size={size}: must divide the {rows} decisions of a "
+            f"rollout ({key}.environment.num_envs x {key}.algorithm.chunks_per_job), or be at least as large"
+        ]
+
+    #: No decision of a rollout is left out (else its rows never divide evenly).
+    every_decision_counts = True
+
+    @classmethod
+    def build(
+        cls,
+        head: ActionHead,
+        normalizer: Normalizer,
+        settings: Any,
+        batch_size: int,
+        networks: Networks | None,
+        draw: Callable[[int], TensorDict],
+        share: Share,
+    ) -> Objective:
+        """With ``sft_weight`` demonstrations are mixed in."""
+        rl = cls(head, normalizer, settings, batch_size, networks)
+        if settings.sft_weight is None:
+            return rl
+        return CoTraining(rl, SFT(head, normalizer, SFT.configure(), batch_size), settings.sft_weight, draw, share)
+
+    @classmethod
+    def waits_for_actor(cls, settings: Any) -> bool:
+        """With ``proximal``, of those that have it."""
+        return isinstance(settings, ClipSettings) and settings.proximal
+
+    @classmethod
+    def job_fields(cls, settings: Any) -> tuple[str, ...]:
+        """Also how the actor saw the rollout, if it was asked."""
+        return cls.fields + ((PROXIMAL_LOG_PROB,) if cls.waits_for_actor(settings) else ())
+
+    @classmethod
+    def advantages(cls, rollout: TensorDict, settings: Any) -> TensorDict:
+        """``advantage``, ``value_target``, ``counts`` (bool) ``[N, L, 1]``, and ``sample_log_prob`` ``[N, L, U]``, see
+        :func:`likelihood_units`."""
+        advantage, value_target, counts = cls.advantage(rollout, settings)
+        executed = cast(TensorDict, rollout["next"])[EXECUTED]
+        units = likelihood_units(rollout[LOG_PROBS], executed, settings.log_prob, settings.log_prob_level)
+        return TensorDict(
+            {"advantage": advantage, "value_target": value_target, "sample_log_prob": units, "counts": counts},
+            rollout.batch_size,
+        )
 
     def counted(self, data: TensorDict) -> TensorDict:
-        """Without decisions that teach nothing, see :func:`group_advantages`."""
+        """Without decisions that teach nothing."""
         return data[data["counts"].squeeze(-1)]
 
     def cut(self, weights: Sequence[RowWeights], rank: int) -> Iterable[Minibatch]:
         """``epochs`` passes, each in an order that is drawn when it begins."""
         num_rows = sum(len(w["rows"]) for w in weights)
-        orders = (torch.randperm(num_rows) for _ in range(self.algorithm.epochs if num_rows else 0))
-        return cut_permutation(weights, orders, self.algorithm.minibatch_size, rank)
+        orders = (torch.randperm(num_rows) for _ in range(self.settings.epochs if num_rows else 0))
+        return cut_permutation(weights, orders, self.settings.minibatch_size, rank)
 
     @torch.no_grad()
     def actor_forward(self, batch: TensorDict) -> TensorDict:
@@ -326,15 +329,15 @@ class PolicyGradientObjective(Objective):
         """
         state = self.normalizer.normalize_state(batch["state"])
         log_probs, _ = self.head.evaluate(batch["features"], state, batch["vla_action"])
-        units = likelihood_units(log_probs, batch[EXECUTED], self.algorithm.log_prob, self.algorithm.log_prob_level)
+        units = likelihood_units(log_probs, batch[EXECUTED], self.settings.log_prob, self.settings.log_prob_level)
         columns = {PROXIMAL_LOG_PROB: units}
-        if self.algorithm.name != "grpo":
+        if self.needs_critic:
             columns[PROXIMAL_VALUE] = self.head.value(batch["features"], state)
         return TensorDict(columns, batch.batch_size)
 
     def row_weights(self, data: TensorDict) -> dict[str, Tensor]:
         """How many likelihood units each row has, and 1."""
-        mask = unit_mask(data[EXECUTED], data[CHUNK].shape[-1], self.algorithm.log_prob_level)
+        mask = unit_mask(data[EXECUTED], data[CHUNK].shape[-1], self.settings.log_prob_level)
         return {"units": mask.sum(-1), "rows": torch.ones(len(data))}
 
     def loss(
@@ -352,10 +355,10 @@ class PolicyGradientObjective(Objective):
         """
         assert batch is not None
         executed, num_dims = batch[EXECUTED], batch[CHUNK].shape[-1]
-        mask = unit_mask(executed, num_dims, self.algorithm.log_prob_level)
+        mask = unit_mask(executed, num_dims, self.settings.log_prob_level)
         old, advantage = batch["sample_log_prob"][mask], batch["advantage"].expand_as(mask)[mask]
         metrics = {}
-        if self.algorithm.proximal:
+        if self.waits_for_actor(self.settings):
             # w is not negative and has no gradient: weighing the advantage is weighing both sides of the minimum
             behaviour, old = old, batch[PROXIMAL_LOG_PROB][mask]
             weight = importance_weights(old, behaviour)
@@ -382,21 +385,17 @@ class PolicyGradientObjective(Objective):
             setattr(self.loss_module, name, value.to(device))
         out = self.loss_module(units)
         if shares is not None:
-            per_unit = ("loss_actor", "loss_objective", "kl_approx", "clip_fraction", "mean_ratio")
             for key, value in list(out.items()):
-                out[key] = value * shares["units" if key in per_unit else "rows"]
-        policy_loss = out["loss_actor"] if self.algorithm.name == "reinforce" else out["loss_objective"]
-        value_loss = out.get("loss_value" if self.algorithm.name == "reinforce" else "loss_critic", None)
+                out[key] = value * shares["units" if key in PER_UNIT else "rows"]
+        policy_loss, value_loss = out[self.policy_loss], out.get(self.value_loss, None)
         loss = policy_loss
         metrics["policy_loss"] = policy_loss.detach()
         if "loss_entropy" in out.keys():
             loss = loss + out["loss_entropy"]
         if value_loss is not None:
             metrics["value_loss"] = value_loss.detach()
-            if self.algorithm.name == "reinforce":
-                value_loss = self.algorithm.critic_coef * value_loss
-            warming_up = jobs_completed < self.algorithm.value_warmup_jobs
-            loss = value_loss if warming_up else loss + value_loss
+            value_loss = self.weighted_value_loss(value_loss)
+            loss = value_loss if self.warming_up(jobs_completed) else loss + value_loss
         named = {
             "kl": "kl_approx",
             "clip_fraction": "clip_fraction",

@@ -23,11 +23,13 @@ from typing import Any
 
 import psutil
 import torch
+from hydra.utils import get_class
 
-from nexus_lightning.config import ConfigError, NexusConfig, TenantConfig
+from nexus_lightning.config import ConfigError, NexusConfig, TenantConfig, split_head
 from nexus_lightning.memory import estimate, gigabytes
 from nexus_lightning.monitoring.banner import text_table
-from nexus_lightning.placement.sharding import needs_whole_backbone
+from nexus_lightning.objectives import algorithm_of
+from nexus_lightning.objectives.base import algorithm_class
 
 #: Share of a device's memory that ``auto`` fills: activations, the allocator's gaps and the CUDA context need the rest.
 FILL = 0.9
@@ -431,7 +433,7 @@ def environment_ranks(config: NexusConfig, name: str, tenant: TenantConfig, worl
 
 
 def _group_size(tenant: TenantConfig) -> int:
-    return 1 if tenant.algorithm is None else tenant.algorithm.group_size or 1
+    return algorithm_class(tenant.algorithm).group_size(tenant.algorithm) if tenant.task == "rl" else 1
 
 
 def _share_problems(config: NexusConfig, environments: dict[str, tuple[int, ...]]) -> list[str]:
@@ -583,3 +585,55 @@ def _where(per_rank: tuple[int, ...]) -> str:
             by_count.setdefault(number, []).append(rank)
     each = {count: " each" if len(ranks) > 1 else "" for count, ranks in by_count.items()}
     return "; ".join(f"{_ranks(ranks)}: {count}{each[count]}" for count, ranks in by_count.items())
+
+
+def needs_whole_backbone(config: NexusConfig) -> bool:
+    """Whether some tenant runs the backbone outside the actor's steps."""
+    for tenant in config.tenants.values():
+        evaluated = tenant.environment is not None and tenant.eval.episodes > 0
+        stored = tenant.task != "rl" and tenant.features.reuse != "never"
+        head: Any = get_class(split_head(tenant.head)[0])
+        if tenant.task == "rl" or evaluated or stored or head.continues_backbone:
+            return True
+    return False
+
+
+def sharding_problems(config: NexusConfig, plan: Plan) -> list[str]:
+    """What a plan with sharded heads cannot have."""
+    if plan.heads_shard == 1:
+        return []
+    problems = []
+    for name, tenant in config.tenants.items():
+        where = f"tenants.{name}: placement.heads.shard={plan.heads_shard}"
+        if tenant.head.get("ema_decay") is not None:
+            problems.append(f"{where}: head.ema_decay averages whole weights after every step; set it to null")
+        settings = algorithm_of(tenant)
+        algorithm = algorithm_class(settings)
+        if tenant.task == "rl" and algorithm.waits_for_actor(settings):
+            problems.append(f"{where}: algorithm.proximal runs the head outside the steps; set it to false")
+        if algorithm.has_networks():
+            problems.append(
+                f"{where}: algorithm {algorithm.__name__} has networks beside the head, which are not sharded; choose "
+                "another algorithm"
+            )
+        if tenant.task == "rl" and name in plan.environments and len(plan.environments[name]) < plan.world_size:
+            problems.append(
+                f"{where}: every rank must run the head, so every rank needs simulators of it; remove "
+                f"placement.environments.{name}"
+            )
+    return problems
+
+
+def rank_problems(config: NexusConfig, plan: Plan) -> list[str]:
+    """What a plan may hold and a run cannot do."""
+    del plan
+    device = config.placement.inference.device
+    if device == "training":
+        return []
+    heads = {name: split_head(tenant.head)[0] for name, tenant in config.tenants.items()}
+    return [
+        f"tenants.{name}.head: {target.rsplit('.', 1)[-1]} continues the backbone that trains; use "
+        f"placement.inference.device=training instead of {device}"
+        for name, target in heads.items()
+        if getattr(get_class(target), "continues_backbone", False)
+    ]

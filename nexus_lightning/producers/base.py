@@ -4,7 +4,24 @@ from __future__ import annotations
 
 import threading
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+
+class RemoteSimulators(Protocol):
+    """A tenant's simulators on another machine (:class:`~nexus_lightning.producers.remote.RemoteCollector`)."""
+
+    def collect(self, index: int, version: int) -> Any:
+        """One rollout."""
+        ...
+
+    def evaluate(self, episodes: Sequence[Any], version: int, record: Sequence[Any]) -> Any:
+        """Every episode once."""
+        ...
+
+    def close(self) -> None:
+        """End it, and whoever waits for it."""
+        ...
 
 
 class Producer(threading.Thread):

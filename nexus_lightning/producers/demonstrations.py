@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, fields
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, cast
 
@@ -14,9 +15,20 @@ from torch import Tensor
 from torchvision.transforms.v2 import functional
 
 from nexus_lightning.backbone import Backbone, FeatureSpec, VLAFeature, concatenate_features, sharing_key
-from nexus_lightning.config import AlgorithmConfig, AugmentationConfig, ConfigError, DatasetConfig
-from nexus_lightning.conventions import DatasetConverter
+from nexus_lightning.config import AugmentationConfig, ConfigError, DatasetConfig
+from nexus_lightning.converter import DatasetConverter
+from nexus_lightning.dataset import (
+    END_COLUMNS,
+    REWARD_COLUMNS,
+    TASK,
+    Columns,
+    about,
+    chosen_episodes,
+    instruction_of,
+)
 from nexus_lightning.features.store import FeatureEntry, FeatureStore, StoreKey, dataset_revision
+from nexus_lightning.images import as_uint8, fit_images
+from nexus_lightning.objectives.base import AlgorithmSettings, algorithm_class
 from nexus_lightning.producers.base import Producer
 from nexus_lightning.queues.jobs import JobState, Scheduler
 from nexus_lightning.queues.training import TrainingQueue
@@ -32,7 +44,7 @@ def open_dataset(config: DatasetConfig, schema: TenantSchema, root: Path | None)
 
     Raises:
         ImportError: lerobot is missing, with the install line.
-        ConfigError: the dataset has fewer episodes than ``dataset.episodes``.
+        ConfigError: the dataset lacks some of ``dataset.episodes``.
         ValueError: fps differs from ``schema.control_hz``, or the folder lacks files of the episodes.
     """
     try:
@@ -40,23 +52,29 @@ def open_dataset(config: DatasetConfig, schema: TenantSchema, root: Path | None)
     except ImportError as error:
         raise ImportError("SFT needs lerobot: pip install 'lerobot[dataset]>=0.6.1,<0.7'") from error
     meta = LeRobotDatasetMetadata(config.repo_id, root=root)
-    if abs(meta.fps - schema.control_hz) > 1e-6:
+    if not math.isclose(meta.fps, schema.control_hz, rel_tol=1e-4):
         raise ValueError(f"dataset {config.repo_id}: fps {meta.fps} differs from schema.control_hz={schema.control_hz}")
-    if config.episodes is not None and config.episodes > meta.total_episodes:
-        where = config.repo_id if root is None else root
-        raise ConfigError([f"dataset.episodes={config.episodes}: dataset {where} has {meta.total_episodes}"])
-    episodes = None if config.episodes is None else list(range(config.episodes))
+    try:
+        episodes = chosen_episodes(config.episodes, config.exclude, meta.total_episodes)
+    except ValueError as error:
+        raise ConfigError([f"dataset.{about(str(error), root or Path(config.repo_id))}"]) from None
     if root is not None:
         _check_files(meta, root, range(meta.total_episodes) if episodes is None else episodes)
     # A delta is taken from the state at the action's own step, so a conversion needs the states of the whole chunk.
-    keys = ["action", "observation.state"] if DatasetConverter(schema, config.conventions).needs_states else ["action"]
+    columns = columns_of(config, schema)
+    states = columns.state if DatasetConverter(schema, config.conventions).needs_states else ()
     return LeRobotDataset(
         config.repo_id,
         root=root,
         episodes=episodes,
-        delta_timestamps={key: [i / meta.fps for i in range(schema.chunk)] for key in keys},
+        delta_timestamps={key: [i / meta.fps for i in range(schema.chunk)] for key in (columns.action, *states)},
+        tolerance_s=config.tolerance_s,
         video_backend="pyav",
     )
+
+
+def columns_of(config: DatasetConfig, schema: TenantSchema) -> Columns:
+    return Columns.of(config, schema.cameras, schema.state_dim)
 
 
 def _check_files(meta: Any, root: Path, episodes: Sequence[int]) -> None:
@@ -72,23 +90,27 @@ def dataset_stats(
 ) -> tuple[NormalizationStats, NormalizationStats]:
     """State and (internal-convention) action statistics of the episodes that ``dataset`` was opened with.
 
-    Of a whole dataset they are LeRobot's own, mapped through the gripper convention. Of some of its episodes, and of
-    actions whose rotation or delta convention changes (which statistics do not map through), they are computed from the
-    frames.
+    Of a whole dataset they are LeRobot's own, mapped through the gripper convention. Of some of its episodes, of
+    actions whose rotation or delta convention changes (which statistics do not map through), and with
+    ``dataset.statistics: frames`` they are computed from the frames.
 
     Raises:
         ValueError: the dataset lacks a statistic that the schema's normalisation needs, or its actions are not what
             ``dataset.conventions`` says.
     """
-    converter = DatasetConverter(schema, config.conventions)
-    whole = config.episodes is None or config.episodes == dataset.meta.total_episodes
+    converter, columns = DatasetConverter(schema, config.conventions), columns_of(config, schema)
+    whole = config.statistics == "stored"
+    if config.episodes is not None or config.exclude:
+        total = dataset.meta.total_episodes
+        chosen = chosen_episodes(config.episodes, config.exclude, total)
+        whole = whole and (chosen is None or len(chosen) == total)
     if whole and not converter.changes_pose:
-        state = _stored_stats(dataset, config, "observation.state", "state", schema.state_normalization)
-        action = _stored_stats(dataset, config, "action", "action", schema.action_normalization)
+        state = _stored_stats(dataset, config, columns.state, "state", schema.state_normalization)
+        action = _stored_stats(dataset, config, [columns.action], "action", schema.action_normalization)
         return state, action.mapped(converter.actions)
-    actions, states = _vectors(dataset, "action", "observation.state")
+    (actions,), states = _vectors(dataset, columns.action), _states(dataset, columns)
     if whole:
-        state = _stored_stats(dataset, config, "observation.state", "state", schema.state_normalization)
+        state = _stored_stats(dataset, config, columns.state, "state", schema.state_normalization)
     else:
         state = NormalizationStats.of(states)
     if converter.changes_pose:
@@ -97,22 +119,22 @@ def dataset_stats(
     return state, NormalizationStats.of(actions).mapped(converter.actions)
 
 
-def _stored_stats(dataset: Any, config: DatasetConfig, key: str, name: str, mode: str) -> NormalizationStats:
-    stats = dataset.meta.stats or {}
-    if key not in stats:
-        raise ValueError(f"dataset {config.repo_id}: no statistics of {key!r}, only of {sorted(stats)}")
-    wanted = {"mean", "std", "min", "max", *MODE_STATISTICS[mode]}
-    missing = sorted(wanted - set(stats[key]))
-    if missing:
-        raise ValueError(
-            f"schema.{name}_normalization={mode!r}: dataset {config.repo_id} has no {', '.join(missing)} for {key!r}, "
-            f"only {', '.join(sorted(stats[key]))}; add quantiles with python -m lerobot.scripts."
-            f"augment_dataset_quantile_stats --repo-id={config.repo_id}, or choose another mode"
-        )
-    names = [f.name for f in fields(NormalizationStats)]
-    return NormalizationStats(
-        **{n: torch.as_tensor(stats[key][n], dtype=torch.float32).flatten() for n in names if n in stats[key]}
-    )
+def _stored_stats(dataset: Any, config: DatasetConfig, keys: Sequence[str], name: str, mode: str) -> NormalizationStats:
+    """LeRobot's, of these columns one after the other."""
+    stats, wanted = dataset.meta.stats or {}, {"mean", "std", "min", "max", *MODE_STATISTICS[mode]}
+    for key in keys:
+        if missing := sorted(wanted - set(stats.get(key, ()))):
+            raise ValueError(
+                f"schema.{name}_normalization={mode!r}: dataset {config.repo_id} has no {', '.join(missing)} for "
+                f"{key!r}, only {', '.join(sorted(stats.get(key, ()))) or 'nothing'}; add quantiles with python -m "
+                f"lerobot.scripts.augment_dataset_quantile_stats --repo-id={config.repo_id} "
+                f"--root={getattr(dataset, 'root', '...')}, or set dataset.statistics=frames, or choose another mode"
+            )
+    if not keys:
+        return NormalizationStats.identity(0)
+    names = [f.name for f in fields(NormalizationStats) if all(f.name in stats[key] for key in keys)]
+    parts = {n: [torch.as_tensor(stats[key][n], dtype=torch.float32).flatten() for key in keys] for n in names}
+    return NormalizationStats(**{n: torch.cat(values) for n, values in parts.items()})
 
 
 class DemonstrationReader:
@@ -129,8 +151,8 @@ class DemonstrationReader:
         spec: what the tenant's head reads.
         store: where features are kept, or None.
         passes: counts observations and encoded rows.
-        algorithm: of offline RL: batches then hold ``return_to_go`` ``[n, 1]`` (awr), or ``reward``, ``discount``,
-            ``taken`` of :func:`transitions` and ``next_features``, ``next_state`` (iql; needs a store).
+        algorithm: settings, of offline RL: batches then hold the columns of its objective, and with ``next_row``
+            among them also ``next_features`` and ``next_state`` (needs a store).
     """
 
     def __init__(
@@ -142,24 +164,26 @@ class DemonstrationReader:
         spec: FeatureSpec,
         store: FeatureStore | None,
         passes: PassCounter | None = None,
-        algorithm: AlgorithmConfig | None = None,
+        algorithm: AlgorithmSettings | None = None,
     ) -> None:
         self.dataset, self.config, self.schema, self.backbone, self.spec = dataset, config, schema, backbone, spec
         self.converter = DatasetConverter(schema, config.conventions)
         self.augmentation = config.augmentation
         self.views = 1 if self.augmentation is None else self.augmentation.views
         self.passes = PassCounter() if passes is None else passes
-        self.table = low_dim_table(dataset, schema, self.converter)
+        self.columns = columns_of(config, schema)
+        self.table = low_dim_table(dataset, schema, self.converter, self.columns)
         self.next_row: Tensor | None = None
-        if algorithm is not None and algorithm.name == "awr":
-            self.table["return_to_go"] = returns_to_go(dataset, algorithm.gamma)
-        elif algorithm is not None:
-            assert algorithm.name == "iql" and store is not None, "validated with the config"
-            steps = transitions(dataset, algorithm.gamma, schema.execute)
-            self.next_row = steps.pop("next_row")
-            self.table.update(steps)
-        vectors = ["observation.state", "action"]
-        reward = [] if algorithm is None else [k for k in REWARD_COLUMNS if k in dataset.hf_dataset.column_names][:1]
+        if algorithm is not None:
+            recorded = RecordedFrames(dataset, schema.execute, self.columns.reward)
+            columns = algorithm_class(algorithm).columns(recorded, algorithm)
+            if "next_row" in columns.keys():
+                assert store is not None, "validated with the config"
+                self.next_row = cast(Tensor, columns.pop("next_row"))
+            self.table.update(columns)
+        vectors = [*self.columns.state, self.columns.action]
+        there = dataset.hf_dataset.column_names
+        reward = [] if algorithm is None else [k for k in self.columns.reward if k in there][:1]
         #: Why these data cannot be trained on. Raised by the first read: that takes out this tenant alone.
         self.fault = not_finite(dataset, [*vectors, *reward])
         self._seen = torch.zeros(self.views, len(dataset), dtype=torch.bool)
@@ -167,10 +191,12 @@ class DemonstrationReader:
         if store is not None:
             prefix, action_tokens = sharing_key(schema, spec.kind)
             images = {
-                "cameras": {camera: self._key(camera) for camera in schema.cameras},
+                "cameras": dict(self.columns.cameras),
                 "orientation": [config.conventions.image_orientation, schema.image_orientation],
                 "augmentation": None if self.augmentation is None else asdict(self.augmentation),
             }
+            if self.columns.instruction != TASK:
+                images["instruction"] = self.columns.instruction
             key = StoreKey(
                 fingerprint=backbone.fingerprint,
                 prefix=prefix,
@@ -240,31 +266,43 @@ class DemonstrationReader:
         observation["state"] = batch["state"]
         batch = batch.exclude("state")
         batch["observation"] = observation
-        batch["language_instruction"] = string_column([item["task"] for item in items])
+        batch["language_instruction"] = string_column([self._instruction(item) for item in items])
         return batch
 
     def _refuse_fault(self) -> None:
         if self.fault is not None:
             raise ValueError(self.fault)
 
-    def _key(self, camera: str) -> str:
-        return self.config.camera_keys.get(camera, f"observation.images.{camera}")
+    def _instruction(self, item: dict[str, Any]) -> str:
+        said = item[self.columns.instruction]
+        if not isinstance(said, str):
+            said = instruction_of(said, self.dataset.meta.tasks.index)
+        if not isinstance(said, str) or not said.strip():
+            where = f"episode {int(item['episode_index'])}, frame {int(item['frame_index'])}"
+            raise ValueError(
+                f"dataset {self.dataset.repo_id}: {where} has no instruction in {self.columns.instruction!r}"
+            )
+        return said
 
     def _observation(self, items: list[dict[str, Any]], rows: Tensor, view: int) -> TensorDict:
         observation = TensorDict({}, [len(items)])
         for camera in self.schema.cameras:
-            images = torch.stack([item[self._key(camera)] for item in items])
-            images = self.converter.images((images * 255).round().to(torch.uint8))
+            images = torch.stack([self._image(camera, item[self.columns.cameras[camera]]) for item in items])
             if view and self.augmentation is not None:
                 images = augment(images, rows, view, self.augmentation)
             observation["image", camera] = images
         return observation
 
+    def _image(self, camera: str, image: Any) -> Tensor:
+        turned = self.converter.images(as_uint8(camera, image))
+        return fit_images(turned, self.schema.image_size, self.schema.image_fit)
+
     def _features(self, rows: Tensor, view: int) -> TensorDict:
         """What the store keeps: the features of these frames."""
         items = [self.dataset[int(row)] for row in rows]
         observation = self._observation(items, rows, view)
-        features = self.backbone(observation, [item["task"] for item in items], self.schema, (self.spec.kind,))
+        texts = [self._instruction(item) for item in items]
+        features = self.backbone(observation, texts, self.schema, (self.spec.kind,))
         new = rows[~self._seen[view, rows]]  # a shard is computed whole, its rows are read sooner or later
         self._seen[view, new] = True
         self.passes.add(observed=len(new), encoded=len(rows))
@@ -276,14 +314,17 @@ def string_column(texts: list[str]) -> Any:
     return cast(Any, NonTensorStack)(*texts)
 
 
-def low_dim_table(dataset: Any, schema: TenantSchema, converter: DatasetConverter) -> TensorDict:
+def low_dim_table(
+    dataset: Any, schema: TenantSchema, converter: DatasetConverter, columns: Columns | None = None
+) -> TensorDict:
     """States and action chunks of every frame, without decoding an image.
 
     Returns:
         ``[N]``: ``state`` ``[N, S]`` float32, ``actions`` ``[N, T, A]`` in the internal convention, ``is_pad``
         ``[N, T]``: steps beyond the episode repeat its last action, as LeRobotDataset's own ``delta_timestamps`` do.
     """
-    action, state = _vectors(dataset, "action", "observation.state")
+    columns = Columns.of(DatasetConfig(), schema.cameras, schema.state_dim) if columns is None else columns
+    (action,), state = _vectors(dataset, columns.action), _states(dataset, columns)
     (episode,) = _columns(dataset)
     last = _last_rows(episode)
     step = torch.arange(len(action)).unsqueeze(1) + torch.arange(schema.chunk)
@@ -296,6 +337,11 @@ def _vectors(dataset: Any, *keys: str) -> list[Tensor]:
     """Columns of vectors, float32 ``[N, D]`` each. LeRobot keeps a vector of length 1 as a scalar."""
     frames = dataset.hf_dataset.select_columns(list(keys)).with_format("torch")[:]
     return [torch.as_tensor(frames[key]).float().reshape(len(frames[key]), -1) for key in keys]
+
+
+def _states(dataset: Any, columns: Columns) -> Tensor:
+    """The columns of the state, joined: float32 ``[N, S]``."""
+    return torch.cat([torch.zeros(len(dataset.hf_dataset), 0), *_vectors(dataset, *columns.state)], 1)
 
 
 def not_finite(dataset: Any, keys: Sequence[str]) -> str | None:
@@ -330,19 +376,36 @@ def _columns(dataset: Any, *choices: tuple[str, ...]) -> list[Tensor]:
     return [*(torch.as_tensor(frames[key]).float().flatten() for key in keys), torch.as_tensor(frames["episode_index"])]
 
 
-#: Where rewards are read from: without the first, 1 at the step that succeeds.
-REWARD_COLUMNS = ("next.reward", "next.success")
-#: What tells an episode that ended from one that was cut.
-END_COLUMNS = ("next.terminated", "next.success")
+@dataclass
+class RecordedFrames:
+    """See :class:`~nexus_lightning.objectives.base.Recorded`.
+
+    Attributes:
+        dataset: a LeRobotDataset.
+        execute: steps of a chunk that are carried out.
+        rewards: names of the reward's column; the first that is there.
+    """
+
+    dataset: Any
+    execute: int
+    rewards: tuple[str, ...] = REWARD_COLUMNS
+
+    def returns_to_go(self, gamma: float) -> Tensor:
+        """See :func:`returns_to_go`."""
+        return returns_to_go(self.dataset, gamma, self.rewards)
+
+    def transitions(self, gamma: float) -> TensorDict:
+        """See :func:`transitions`."""
+        return transitions(self.dataset, gamma, self.execute, self.rewards)
 
 
-def returns_to_go(dataset: Any, gamma: float) -> Tensor:
+def returns_to_go(dataset: Any, gamma: float, rewards: tuple[str, ...] = REWARD_COLUMNS) -> Tensor:
     """Discounted reward from every frame to the end of its episode, float32 ``[N, 1]``.
 
     Raises:
-        ValueError: the dataset has none of :data:`REWARD_COLUMNS`.
+        ValueError: the dataset has none of the columns ``rewards``.
     """
-    reward, episode = _columns(dataset, REWARD_COLUMNS)
+    reward, episode = _columns(dataset, rewards)
     returns, following = torch.zeros_like(reward), 0.0
     for row in reversed(range(len(reward))):
         if row + 1 == len(reward) or episode[row + 1] != episode[row]:
@@ -352,8 +415,8 @@ def returns_to_go(dataset: Any, gamma: float) -> Tensor:
     return returns.unsqueeze(-1)
 
 
-def transitions(dataset: Any, gamma: float, steps: int) -> TensorDict:
-    """Every frame with the ``steps`` actions from it on as one decision (iql).
+def transitions(dataset: Any, gamma: float, steps: int, rewards: tuple[str, ...] = REWARD_COLUMNS) -> TensorDict:
+    """Every frame with the ``steps`` actions from it on as one decision.
 
     ::
 
@@ -369,9 +432,9 @@ def transitions(dataset: Any, gamma: float, steps: int) -> TensorDict:
         ``[N]``: ``reward`` and ``discount`` float32 ``[N, 1]``, ``taken`` bool ``[N, steps]``, ``next_row`` int64.
 
     Raises:
-        ValueError: the dataset has none of :data:`REWARD_COLUMNS`, or none of :data:`END_COLUMNS`.
+        ValueError: the dataset has none of the columns ``rewards``, or none of :data:`END_COLUMNS`.
     """
-    reward, end, episode = _columns(dataset, REWARD_COLUMNS, END_COLUMNS)
+    reward, end, episode = _columns(dataset, rewards, END_COLUMNS)
     rows, last = torch.arange(len(reward)), _last_rows(episode)
     ended = end[last] > 0
     step = rows.unsqueeze(1) + torch.arange(steps)

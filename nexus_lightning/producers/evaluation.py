@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import itertools
+import logging
 import math
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -19,15 +20,14 @@ from nexus_lightning.inference.client import TenantPolicyClient
 from nexus_lightning.inference.policies import ServedPolicies
 from nexus_lightning.inference.server import TenantInferenceServer
 from nexus_lightning.monitoring.stats import wilson_interval
-from nexus_lightning.producers.base import Producer
+from nexus_lightning.producers.base import Producer, RemoteSimulators
 from nexus_lightning.schema import TenantSchema
 from nexus_lightning.simulator import SimulatorDied
 
-if TYPE_CHECKING:
-    from nexus_lightning.producers.remote import RemoteCollector
-
 #: An episode to run: (index of the task, seed).
 Episode = tuple[int, int]
+log = logging.getLogger(__name__)
+
 #: Episodes that a video shows at most; more tiles could not be told apart.
 MAX_TILES = 64
 TILE_SIZE = 128  # pixels, of a video with several tiles
@@ -299,7 +299,7 @@ class Evaluator:
         clock: Callable[[], float],
         video_path: Path | None,
         max_restarts: int = 0,
-        remote: RemoteCollector | None = None,
+        remote: RemoteSimulators | None = None,
     ) -> None:
         self.max_restarts, self.remote = max_restarts, remote
         self.tenant, self.env, self.served, self.server = tenant, env, served, server
@@ -362,7 +362,11 @@ class Evaluator:
             if done.episodes is None:
                 return
             if video_path is not None:
-                save_recorded(done.frames, record, self.episodes, done.episodes, video_path, self.env.schema)
+                try:
+                    save_recorded(done.frames, record, self.episodes, done.episodes, video_path, self.env.schema)
+                except OSError as error:  # the result counts without it
+                    log.error("tenant %s: the video of version %d cannot be written: %s", self.tenant, version, error)
+                    video_path = None
             self.on_result(self.tenant, version, done.episodes, video_path)
         finally:
             self.served.unpin(self.tenant, version)

@@ -5,40 +5,29 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import torch
 from tensordict import TensorDict
 from torchrl.collectors import Collector
 
 from nexus_lightning.backbone import VLAFeature, concatenate_features
-from nexus_lightning.config import AlgorithmConfig
 from nexus_lightning.environment import SimulatorEnv
 from nexus_lightning.features.reuse import in_row_order
 from nexus_lightning.inference.client import TenantPolicyClient
 from nexus_lightning.inference.policies import ServedPolicies
 from nexus_lightning.inference.server import TenantInferenceServer
 from nexus_lightning.monitoring.events import EventLog
-from nexus_lightning.objectives.policy_gradient import (
-    EXECUTED,
-    LOG_PROBS,
-    PROXIMAL_VALUE,
-    compute_advantages,
-    cut,
-    group_metrics,
-    next_values,
-)
-from nexus_lightning.producers.base import Producer
+from nexus_lightning.objectives.base import RolloutSettings, algorithm_class
+from nexus_lightning.objectives.policy_gradient import EXECUTED, LOG_PROBS, PROXIMAL_VALUE, cut, next_values
+from nexus_lightning.producers.base import Producer, RemoteSimulators
 from nexus_lightning.producers.demonstrations import DemonstrationReader
 from nexus_lightning.producers.evaluation import Episode, Evaluated, Evaluator, run_episodes
 from nexus_lightning.queues.jobs import Job, JobState, Scheduler
 from nexus_lightning.queues.training import TrainingQueue
-from nexus_lightning.shares import Share
+from nexus_lightning.shares import Metric, Share
 from nexus_lightning.simulator import SimulatorDied
 from nexus_lightning.tenant import TenantSlot, derive_seed
-
-if TYPE_CHECKING:
-    from nexus_lightning.producers.remote import RemoteCollector
 
 #: Columns of a partition that the advantage stage reads; of algorithms with a critic also the next ones.
 ADVANTAGE_FIELDS = (LOG_PROBS, EXECUTED, "reward", "done", "terminated", "episode_seed")
@@ -58,7 +47,7 @@ class Rollout:
     """
 
     partition: TensorDict
-    metrics: dict[str, float]
+    metrics: dict[str, Metric]
     observed: int
 
 
@@ -73,7 +62,7 @@ class TenantCollector(Collector):
         create_env_fn: the simulators, or a function that makes them.
         policy: the tenant's client of the inference queue, sampling.
         seed: the tenant's.
-        algorithm: the tenant's.
+        algorithm: settings of the tenant's.
         reuse: keep the features that the decisions were taken on in place of the images.
         total_envs: of the tenant on all ranks.
         max_restarts: of one rollout or evaluation.
@@ -86,7 +75,7 @@ class TenantCollector(Collector):
         policy: TenantPolicyClient,
         *,
         seed: int,
-        algorithm: AlgorithmConfig | None,
+        algorithm: RolloutSettings | None,
         reuse: bool,
         total_envs: int,
         max_restarts: int = 0,
@@ -144,7 +133,7 @@ class TenantCollector(Collector):
         assert bool((rollout["policy_version"] == version).all()), "a rollout mixed policy versions"
         observed = rollout.numel()
         partition = to_partition(rollout)
-        if algorithm.name != "grpo":
+        if algorithm_class(algorithm).needs_critic:
             partition["bootstrap"], more = self._bootstrap_values(rollout)
             observed += more
         partition = partition.flatten()
@@ -161,7 +150,8 @@ class TenantCollector(Collector):
         assert self.algorithm is not None
         following = cast(TensorDict, rollout["next"])
         values = torch.zeros_like(rollout["state_value"])
-        where = cut(following["done"], ended(following, self.algorithm)).squeeze(-1)
+        ended = algorithm_class(self.algorithm).ended(following, self.algorithm)
+        where = cut(following["done"], ended).squeeze(-1)
         if bool(where.any()):
             values[where] = self.client.value(following[where])
         return values, int(where.sum())
@@ -195,7 +185,7 @@ class RolloutProducer(Producer):
         share: Share | None = None,
         warm_up: DemonstrationReader | None = None,
         max_restarts: int = 0,
-        remote: RemoteCollector | None = None,
+        remote: RemoteSimulators | None = None,
     ) -> None:
         super().__init__(slot.name, on_failure)
         self.remote = remote
@@ -257,7 +247,7 @@ class RolloutProducer(Producer):
         if self.remote is not None:
             self.remote.close()  # nothing else would end what it waits for
 
-    def _collector(self) -> TenantCollector | RemoteCollector:
+    def _collector(self) -> TenantCollector | RemoteSimulators:
         if self.remote is not None:
             return self.remote
         return TenantCollector(
@@ -270,13 +260,13 @@ class RolloutProducer(Producer):
             max_restarts=self.max_restarts,
         )
 
-    def _roll_out(self, job: Job, index: int, version: int, collector: TenantCollector | RemoteCollector) -> None:
+    def _roll_out(self, job: Job, index: int, version: int, collector: TenantCollector | RemoteSimulators) -> None:
         start_s = self.events.now()
         rollout = collector.collect(index, version)
         self.events.span("environment", {self.tenant: job.sample_count}, start_s, self.events.now(), kind="rollout")
         self.slot.passes.add(observed=rollout.observed, encoded=rollout.observed)
         self.queue.put(job.partition_id, rollout.partition, tenant_id=self.tenant)
-        if self.algorithm.proximal:  # the actor goes on, right before it trains the job
+        if algorithm_class(self.algorithm).waits_for_actor(self.algorithm):  # it goes on, right before the job trains
             self.scheduler.mark(job.job_id, JobState.NEEDS_ACTOR_FORWARD, rollout=rollout.metrics)
             return
         self.scheduler.mark(job.job_id, JobState.NEEDS_ADVANTAGES, rollout=rollout.metrics)
@@ -318,11 +308,6 @@ class AbsentRolloutProducer(Producer):
             index += 1
 
 
-def ended(following: TensorDict, algorithm: AlgorithmConfig) -> torch.Tensor:
-    """After which decisions an episode is worth nothing more, bool ``[N, L, 1]``: its end, or the horizon as well."""
-    return following["terminated"] if algorithm.bootstrap_truncated else following["done"]
-
-
 def advantage_stage(
     scheduler: Scheduler,
     queue: TrainingQueue,
@@ -337,26 +322,25 @@ def advantage_stage(
     quarantined, the run is over). ``num_envs``: simulators of the rollout. The step normalises the advantages, over the
     rows of all ranks.
     """
-    algorithm = slot.spec.config.algorithm
-    assert algorithm is not None
+    settings = slot.spec.config.algorithm
+    algorithm = algorithm_class(settings)
     job = scheduler.lease_stage(JobState.NEEDS_ADVANTAGES, lease_deadline_s, tenant_id=slot.name)
     if job is None:
         return
-    with_critic = algorithm.name != "grpo"
+    with_critic, proximal = algorithm.needs_critic, algorithm.waits_for_actor(settings)
     fields = ADVANTAGE_FIELDS + (CRITIC_FIELDS if with_critic else ())
-    if with_critic and algorithm.proximal:
+    if with_critic and proximal:
         fields += (PROXIMAL_VALUE,)
     meta = queue.get_meta(fields, job.sample_count, job.partition_id, "advantages")
     assert meta is not None, f"job {job.job_id} waits for advantages without its columns"
     rollout = cast(TensorDict, queue.get_data(meta)).reshape(num_envs, -1)
     following = rollout.select("reward", "done", "terminated", EXECUTED)
     if with_critic:
-        values = rollout["state_value"] = rollout[PROXIMAL_VALUE if algorithm.proximal else "state_value"]
-        following["state_value"] = next_values(
-            values, following["done"], ended(following, algorithm), rollout["bootstrap"]
-        )
+        values = rollout["state_value"] = rollout[PROXIMAL_VALUE if proximal else "state_value"]
+        ended = algorithm.ended(following, settings)
+        following["state_value"] = next_values(values, following["done"], ended, rollout["bootstrap"])
     rollout["next"] = following
-    queue.put(compute_advantages(rollout, algorithm, normalize=False).flatten(), metadata=meta)
+    queue.put(algorithm.advantages(rollout, settings).flatten(), metadata=meta)
     queue.ack(meta)
     scheduler.renew(job, lease_deadline_s)
     scheduler.mark(job.job_id, JobState.READY, lease_id=job.lease_id)
@@ -388,16 +372,18 @@ def with_features(partition: TensorDict, features: VLAFeature) -> TensorDict:
     return partition
 
 
-def rollout_metrics(rollout: TensorDict, algorithm: AlgorithmConfig) -> dict[str, float]:
-    """Means over the episodes that ended inside this rollout (absent when none did), and of grpo its groups."""
+def rollout_metrics(rollout: TensorDict, algorithm: RolloutSettings) -> dict[str, Metric]:
+    """Means over the episodes that ended inside this rollout (absent when none did), and what the algorithm adds."""
     following = cast(TensorDict, rollout["next"])
     done = following["done"].squeeze(-1)
-    metrics = {"env_steps": float(following[EXECUTED].sum())}
+    metrics = {"env_steps": Metric(float(following[EXECUTED].sum()), "sum")}
     if bool(done.any()):
-        metrics["success_rate"] = float(following["success_once"].squeeze(-1)[done].float().mean())
-        metrics["episode_length"] = float(following["episode_length"].squeeze(-1)[done].float().mean())
-        metrics["episode_return"] = float(following["reward"].sum() / done.sum())
-        metrics["episodes"] = float(done.sum())
-    if algorithm.name == "grpo":
-        metrics |= group_metrics(rollout)
-    return metrics
+        episodes = float(done.sum())
+        means = {
+            "success_rate": following["success_once"].squeeze(-1)[done].float().mean(),
+            "episode_length": following["episode_length"].squeeze(-1)[done].float().mean(),
+            "episode_return": following["reward"].sum() / done.sum(),
+        }
+        metrics |= {name: Metric(float(value), "mean", episodes) for name, value in means.items()}
+        metrics["episodes"] = Metric(episodes, "sum")
+    return metrics | algorithm_class(algorithm).rollout_metrics(rollout, algorithm)

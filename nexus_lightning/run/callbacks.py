@@ -13,6 +13,7 @@ from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 from lightning.pytorch.callbacks import Callback
 
 from nexus_lightning.run.leases import LeaseGroup
+from nexus_lightning.run.live import LiveServer
 from nexus_lightning.run.runtime import Runtime
 
 LAST_CHECKPOINT = Path("checkpoints") / "last.ckpt"
@@ -120,17 +121,23 @@ class RunLifecycle(Callback):
     def __init__(self, runtime: Runtime) -> None:
         self.runtime = runtime
         self._put_back: Callable[[], None] = lambda: None
+        self._live: LiveServer | None = None
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         # Lightning has installed its own SIGTERM handler by now, which would exit without saving.
         self._put_back = self.runtime.install_signal_handlers()
         self.runtime.start()
+        if self.runtime.ranks.first and not self.runtime.resident:  # the services have a door of their own
+            self._live = LiveServer(self.runtime.run_dir, self.runtime.orders)
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self.runtime.finish()
 
     def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         self.runtime.close()
+        if self._live is not None:
+            self._live.close()
+            self._live = None
         self._put_back()
 
 

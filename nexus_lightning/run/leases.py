@@ -12,6 +12,7 @@ from tensordict import TensorDict
 from nexus_lightning.queues.jobs import Job
 from nexus_lightning.queues.training import BatchMeta
 from nexus_lightning.ranks import Failure
+from nexus_lightning.shares import Metric
 
 
 @dataclass
@@ -29,7 +30,7 @@ class Lease:
     job: Job
     meta: BatchMeta | None
     data: TensorDict | None
-    rollout: dict[str, float] | None = None
+    rollout: dict[str, Metric] | None = None
     renew: Callable[[], object] = lambda: None
 
 

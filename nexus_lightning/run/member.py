@@ -17,8 +17,10 @@ from nexus_lightning.features.store import FeatureStore
 from nexus_lightning.inference.policies import ServedPolicies
 from nexus_lightning.inference.replicas import Fleet
 from nexus_lightning.inference.server import TenantInferenceServer
+from nexus_lightning.memory import Admission
 from nexus_lightning.monitoring.events import EventLog
 from nexus_lightning.monitoring.progress import TenantStatus
+from nexus_lightning.objectives.base import algorithm_class
 from nexus_lightning.producers.base import Producer
 from nexus_lightning.producers.demonstrations import (
     DemonstrationProducer,
@@ -48,6 +50,7 @@ class Shared:
         run_dir: its folder.
         ranks: who takes part.
         backbone: whole; what rollouts, evaluations and readers run.
+        admission: memory that is left for tenants.
         fleet: replicas of the inference server, which then answer in its place.
     """
 
@@ -62,6 +65,7 @@ class Shared:
     server: TenantInferenceServer
     store: FeatureStore
     mailbox: Mailbox
+    admission: Admission
     fleet: Fleet | None = None
 
     @property
@@ -258,7 +262,7 @@ class Member:
             all_envs=environment.num_envs if is_rl else None,
             seed=derive_seed(slot.spec.seed, "environment") % 2**31,
             tenant=slot.name,
-            group_size=1 if config.algorithm is None else config.algorithm.group_size or 1,
+            group_size=algorithm_class(config.algorithm).group_size(config.algorithm) if is_rl else 1,
         )
 
     def _environment(self, make: Callable[[], SimulatorEnv]) -> SimulatorEnv:

@@ -20,12 +20,8 @@ from nexus_lightning.backbone import Backbone, VLAFeature
 from nexus_lightning.config import IDLE
 from nexus_lightning.features.grouping import EncodeRequest, EncodeStats, cut_passes, encode_together, kinds_of
 from nexus_lightning.features.reuse import PROBE_INSTRUCTION, blank_observation, full_precision
-from nexus_lightning.objectives import (
-    CoTrainingObjective,
-    Objective,
-    PolicyGradientObjective,
-)
-from nexus_lightning.placement.sharding import whole
+from nexus_lightning.objectives import algorithm_of
+from nexus_lightning.objectives.base import Objective, RolloutSettings
 from nexus_lightning.ranks import Failure, Ranks, agreed_failures
 from nexus_lightning.run.leases import Lease, LeaseGroup, Outcome
 from nexus_lightning.run.update import (
@@ -38,7 +34,8 @@ from nexus_lightning.run.update import (
     gradient_problem,
     trained_parameters,
 )
-from nexus_lightning.shares import Moments, Share, mean_of_rollouts
+from nexus_lightning.shards import whole
+from nexus_lightning.shares import REDUCTIONS, Moments, Share, reduce_metrics
 from nexus_lightning.tenant import NonFiniteGradient, TenantSlot, derive_seed
 
 
@@ -169,14 +166,13 @@ class MultiTenantModule(L.LightningModule):
         Without feature reuse the rollout is encoded here, by a whole ``backbone`` (the ranks do not come here in step),
         and once more when it trains.
         """
-        objective, algorithm = self.objectives[slot.name], slot.spec.config.algorithm
-        rl = objective.rl if isinstance(objective, CoTrainingObjective) else objective
-        assert isinstance(rl, PolicyGradientObjective) and algorithm is not None
+        objective, settings = self.objectives[slot.name], algorithm_of(slot.spec.config)
+        assert isinstance(settings, RolloutSettings), "validated with the config"
         data = cast(TensorDict, data.to(self.device))
         if "features" not in data.keys():
             data = self._with_features([(slot, data)], backbone=backbone)[0]
         slot.head.train()  # as while it trains: the first ratio is exactly 1
-        parts = [rl.actor_forward(full_precision(part)) for part in data.split(algorithm.minibatch_size)]
+        parts = [objective.actor_forward(full_precision(part)) for part in data.split(settings.minibatch_size)]
         return cast(TensorDict, torch.cat(parts)).cpu()  # type: ignore[arg-type]
 
     def _guarded(self, update: Update, action: Callable[..., Any], *args: Any) -> Any:
@@ -388,7 +384,7 @@ class MultiTenantModule(L.LightningModule):
             data = update.data = data.copy()
             data["advantage"] = Moments.normalize(data["advantage"], moments)
         if rollouts := [part.rollout for part in parts if part.rollout is not None]:
-            update.rollout = mean_of_rollouts(rollouts)
+            update.rollout = reduce_metrics(rollouts)
         update.batches = batches_of(data, update.objective.cut([part.weights for part in parts], self.ranks.rank))
 
     def _encode_whole_jobs(self, updates: list[Update]) -> None:
@@ -515,9 +511,10 @@ class MultiTenantModule(L.LightningModule):
         for update in updates:
             rows = 0 if update.lease.data is None else len(update.lease.data)
             keys = dict.fromkeys(key for step in update.history for key in step)
-            sums = {k: float(torch.stack([s[k].float() for s in update.history if k in s]).sum()) for k in keys}
+            values = {k: torch.stack([s[k].float() for s in update.history if k in s]) for k in keys}
+            reduced = {k: float(getattr(v, self._reduction(update, k))()) for k, v in values.items()}
             counted = 0 if update.data is None else len(update.data)
-            mine[update.slot.name] = (update.failure, sums, len(update.history), rows, counted)
+            mine[update.slot.name] = (update.failure, reduced, len(update.history), rows, counted)
         by_rank = self.ranks.gather(mine)
         self._agree(updates, [{n: f for n, (f, *_) in mine.items() if f is not None} for mine in by_rank])
         metrics = {}
@@ -526,13 +523,23 @@ class MultiTenantModule(L.LightningModule):
                 continue
             name, optimizer = update.slot.name, update.slot.optimizer
             assert optimizer is not None
-            _, sums, steps, rows, counted = zip(*(mine[name] for mine in by_rank), strict=True)
-            means = {key: sum(part.get(key, 0.0) for part in sums) / steps[0] for part in sums for key in part}
+            _, values, steps, rows, counted = zip(*(mine[name] for mine in by_rank), strict=True)
+            means = {}
+            for key in dict.fromkeys(key for part in values for key in part):
+                by_steps = steps[0] if update.objective.metrics.get(key, "mean") == "mean" else 1
+                reduce = REDUCTIONS[self._reduction(update, key)]
+                means[key] = reduce(part[key] for part in values if key in part) / by_steps
             if update.lease.job.task_type == "rl":
                 means["counted_share"] = sum(counted) / sum(rows)
             padding = {"padding_share": self.encode_stats.padding_share} if self.encode_stats.calls else {}
             metrics[name] = {"loss": 0.0, **means, "lr": optimizer.param_groups[0]["lr"], **padding}
         return metrics
+
+    @staticmethod
+    def _reduction(update: Update, key: str) -> str:
+        """How a metric's values come together; those of a mean are summands of the minibatch's."""
+        how = update.objective.metrics.get(key, "mean")
+        return "sum" if how == "mean" else how
 
     @staticmethod
     def _requests(parts: list[tuple[TenantSlot, TensorDict]]) -> list[EncodeRequest]:

@@ -1,10 +1,13 @@
-"""Tenants that join and leave a live run, at the same place between two jobs on every rank.
+"""What a live run is asked to do with its tenants, at the same place between two jobs on every rank.
 
 Rank 0 is asked, from any thread. What takes long (recording and opening a dataset, closing simulators) happens in
 threads while the others train; the rest between two jobs, on all ranks in the same tick (:mod:`~.run.tick`)::
 
-    join   rank 0 prepares --> order (plain data) --> others prepare --> all are done --> slots are built and started
-    leave  order --> jobs fail, producers are asked to stop --> their threads have ended on all --> nothing is left
+    join      rank 0 prepares --> order (plain data) --> others prepare --> all are done --> slots are built and started
+    leave     order --> jobs fail, producers are asked to stop --> their threads have ended on all --> nothing is left
+    pause     order --> the actor leaves its jobs alone; producers fill the queue up to their bound and wait
+    resume    order --> as before the pause
+    evaluate  order --> its present version is evaluated soon
 
 What goes wrong on one rank undoes the join on all, and is what the caller's future raises.
 """
@@ -18,22 +21,20 @@ import traceback
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 from nexus_lightning.checkpoint import resolve_payload
-from nexus_lightning.config import ConfigError, TenantConfig, dataset_root, tenant_problems
-from nexus_lightning.memory import Admission, free_bytes, head_memory
-from nexus_lightning.placement.plan import environment_ranks
-from nexus_lightning.placement.sharding import needs_whole_backbone
-from nexus_lightning.producers.demonstrations import dataset_stats, open_dataset
+from nexus_lightning.config import ConfigError, TenantConfig, tenant_problems
+from nexus_lightning.placement.plan import environment_ranks, needs_whole_backbone
 from nexus_lightning.run.mailbox import RunEnded
-from nexus_lightning.run.member import Shared
-from nexus_lightning.run.start import load_start, record_dataset
+from nexus_lightning.run.member import Member, Shared
+from nexus_lightning.run.start import Stats, build_tenant, open_data, record_dataset
 from nexus_lightning.run.tenancy import Tenancy
-from nexus_lightning.tenant import TenantSlot, TenantSpec, build_slot
+from nexus_lightning.tenant import TenantSlot
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
+Verb = Literal["join", "leave", "pause", "resume", "evaluate"]
 
 
 class OrderFailed(RuntimeError):
@@ -42,10 +43,10 @@ class OrderFailed(RuntimeError):
 
 @dataclass(frozen=True)
 class Order:
-    """What rank 0 tells the others: ``join`` (with the tenant's configuration) or ``leave``."""
+    """What rank 0 tells the others. ``join`` has the tenant's configuration."""
 
     number: int
-    verb: str
+    verb: Verb
     tenant: str
     config: TenantConfig | None = None
 
@@ -91,9 +92,37 @@ class Orders:
             ValueError: there is no such tenant.
             RunEnded, OrderFailed: as for :meth:`join`.
         """
-        if name not in self.tenancy.slots:
-            raise ValueError(f"tenant {name!r} is not in this run; there are {', '.join(self.tenancy.slots) or 'none'}")
+        self._known(name)
         return self._order("leave", name)
+
+    def pause(self, name: str) -> Future[None]:
+        """Its jobs wait until :meth:`resume`; raises as :meth:`leave`."""
+        self._known(name)
+        return self._order("pause", name)
+
+    def resume(self, name: str) -> Future[None]:
+        """Undo :meth:`pause`; raises as :meth:`leave`."""
+        self._known(name)
+        return self._order("resume", name)
+
+    def evaluate(self, name: str) -> Future[None]:
+        """Evaluate its present version soon, as ``eval`` of its configuration says. The future is done when it is asked
+        for; the result comes with the metrics.
+
+        Raises:
+            ValueError: there is no such tenant, or it has nothing to be evaluated on.
+            RunEnded, OrderFailed: as for :meth:`join`.
+        """
+        config = self._known(name).slot.spec.config
+        if config.environment is None or not config.eval.episodes:
+            raise ValueError(f"tenant {name!r} has no evaluation: it needs an environment and eval.episodes above 0")
+        return self._order("evaluate", name)
+
+    def _known(self, name: str) -> Member:
+        members = self.tenancy.members
+        if name not in members:
+            raise ValueError(f"tenant {name!r} is not in this run; there are {', '.join(members) or 'none'}")
+        return members[name]
 
     def _problems(self, name: str, config: TenantConfig) -> list[str]:
         config_of_run, key = self.shared.config, f"tenants.{name}"
@@ -111,14 +140,14 @@ class Orders:
             )
         return problems
 
-    def _order(self, verb: str, name: str, config: TenantConfig | None = None) -> Future[None]:
+    def _order(self, verb: Verb, name: str, config: TenantConfig | None = None) -> Future[None]:
         assert self.shared.ranks.first, "rank 0 speaks for all"
         future: Future[None] = Future()
         with self._lock:
             if self._closed:
                 raise RunEnded("the run has ended")
             if any(order.tenant == name for order in self._orders.values()):
-                raise ValueError(f"tenant {name!r} is joining or leaving already")
+                raise ValueError(f"tenant {name!r}: the order before this one is not done yet")
             order = Order(next(self._numbers), verb, name, config)
             self._orders[order.number], self._futures[order.number] = order, future
         if verb == "join":
@@ -157,17 +186,13 @@ class Orders:
         else:
             self.shared.scheduler.wake()
 
-    def _open(self, order: Order) -> tuple[Any, Any]:
+    def _open(self, order: Order) -> tuple[Any, Stats | None]:
         """The tenant's dataset and its statistics; rank 0 records it first when it is not there."""
-        config = order.config
+        config, data_dir = order.config, self.shared.config.data_dir
         assert config is not None
-        if config.dataset is None:
-            return None, None
-        data_dir, spec = self.shared.config.data_dir, TenantSpec.compile(order.tenant, config, 0)
         if self.shared.ranks.first:
             record_dataset(order.tenant, config, data_dir)
-        dataset = open_dataset(config.dataset, spec.schema, dataset_root(config, data_dir))
-        return dataset, dataset_stats(dataset, config.dataset, spec.schema)
+        return open_data(order.tenant, config, data_dir)
 
     # ---- every rank, between two jobs ----------------------------------------------------------------------------
 
@@ -200,6 +225,10 @@ class Orders:
                     producer.join()
 
             self._in_thread(order, wait)
+        elif order.verb != "join":
+            with self._lock:
+                self._prepared[order.number] = None
+            self.shared.scheduler.wake()
         elif not self.shared.ranks.first:  # which has prepared it already
             self._in_thread(order, self._open)
 
@@ -212,7 +241,8 @@ class Orders:
         if error is None and order.verb == "join":
             error = self._enter(order, *data)
         elif error is None:
-            _, error = self._agreed(lambda: self._remove(order))
+            action = {"leave": self._remove, "evaluate": self._evaluate}.get(order.verb, self._set_paused)
+            _, error = self._agreed(lambda: action(order))
         with self._lock:
             self._answer(number, error)
 
@@ -223,10 +253,11 @@ class Orders:
         elif future is not None:
             future.set_result(None)
 
-    def _enter(self, order: Order, dataset: Any, stats: Any) -> str | None:
+    def _enter(self, order: Order, dataset: Any, stats: Stats | None) -> str | None:
         tenancy, name = self.tenancy, order.tenant
         slot, error = self._agreed(lambda: self._build(order, stats))
         if slot is None or error is not None:
+            self.shared.admission.release(name)
             return error
         self.shared.ranks.spread(slot.tensors().values())
         _, error = self._agreed(lambda: self._start(slot, dataset, stats))
@@ -236,18 +267,13 @@ class Orders:
             tenancy.leave(name)
         return error
 
-    def _build(self, order: Order, stats: Any) -> TenantSlot:
+    def _build(self, order: Order, stats: Stats | None) -> TenantSlot:
         shared, config = self.shared, order.config
         assert config is not None
-        spec = TenantSpec.compile(order.tenant, config, shared.config.seed)
-        slot = build_slot(spec, shared.backbone, *(stats or (None, None)))
-        memory = head_memory(slot.head, slot.ema is not None, slot.critic)
-        Admission(free_bytes(shared.backbone.device)).admit(order.tenant, memory.total_bytes)
-        if config.init_from.path is not None:
-            load_start(slot, resolve_payload(config.init_from.path), shared.backbone)
-        return slot
+        start = None if config.init_from.path is None else resolve_payload(config.init_from.path)
+        return build_tenant(order.tenant, config, shared.config.seed, shared.backbone, shared.admission, stats, start)
 
-    def _start(self, slot: TenantSlot, dataset: Any, stats: Any) -> None:
+    def _start(self, slot: TenantSlot, dataset: Any, stats: Stats | None) -> None:
         shared, config = self.shared, slot.spec.config
         ranks = environment_ranks(shared.config, slot.name, config, shared.ranks.size)
         if ranks:
@@ -256,10 +282,22 @@ class Orders:
         reader = None if dataset is None else shared.make_reader(slot, config, dataset, slot.passes)
         # statistics of a payload that it starts from stay
         self.tenancy.start(slot.name, config, reader, None if config.init_from.given else stats)
+        self.tenancy.joined.add(slot.name)
+        self.tenancy.left.discard(slot.name)
+
+    def _set_paused(self, order: Order) -> None:
+        self.tenancy.members[order.tenant].paused = order.verb == "pause"
+
+    def _evaluate(self, order: Order) -> None:
+        member = self.tenancy.members[order.tenant]
+        if member.evaluator is not None:  # this rank runs some of its episodes
+            member.evaluator.request(member.slot.policy_version)
 
     def _remove(self, order: Order) -> None:
         self.tenancy.end(order.tenant)
         self.tenancy.leave(order.tenant)
+        self.tenancy.joined.discard(order.tenant)
+        self.tenancy.left.add(order.tenant)
         self.shared.config.placement.environments.pop(order.tenant, None)
 
     def _agreed(self, action: Callable[[], T]) -> tuple[T | None, str | None]:

@@ -19,6 +19,7 @@ from nexus_lightning.features.store import FeatureStore
 from nexus_lightning.inference.policies import ServedPolicies
 from nexus_lightning.inference.replicas import Fleet
 from nexus_lightning.inference.server import TenantInferenceServer
+from nexus_lightning.memory import Admission
 from nexus_lightning.monitoring.events import EventLog
 from nexus_lightning.queues.jobs import Job, Scheduler
 from nexus_lightning.queues.journal import Journal
@@ -47,6 +48,7 @@ class Runtime:
         module: with the tenants that are there from the start.
         run_dir: the run's folder.
         datasets: opened LeRobotDatasets of tenants (opened for their statistics already).
+        admission: memory that is left for tenants; those who are there are admitted.
         resident: of the services: the run waits for work until it is asked to stop, and may start with no tenant.
         on_metrics: gets every row of metrics and the job index.
         on_workload: told when a tenant's workload may be over.
@@ -65,6 +67,7 @@ class Runtime:
         module: MultiTenantModule,
         run_dir: Path,
         datasets: dict[str, Any],
+        admission: Admission,
         resident: bool = False,
         on_metrics: Callable[[dict[str, float], int], object] = lambda metrics, step: None,
         on_workload: Callable[[str], object] = lambda tenant: None,
@@ -105,6 +108,7 @@ class Runtime:
             self.server,
             self.store,
             self.mailbox,
+            admission,
         )
         self.payloads = Payloads(self.shared, self.fingerprint)
         self.tenancy = Tenancy(self.shared, module, self.slots, self.payloads, on_metrics, on_workload, resident)
@@ -130,10 +134,13 @@ class Runtime:
         self.payloads.restore(saved, self.members)
         self._restored_scheduler = saved["scheduler"]
         self.tenancy.job_index = saved["job_index"]
+        self.tenancy.joined, self.tenancy.left = set(saved.get("joined", ())), set(saved.get("left", ()))
 
     def checkpoint_state(self) -> dict[str, Any]:
         """What Lightning's checkpoint says about the run (JSON-able)."""
-        return self.payloads.checkpoint_state(self.members, self.tenancy.job_index)
+        tenancy = self.tenancy
+        came_and_went = {"joined": sorted(tenancy.joined), "left": sorted(tenancy.left)}
+        return self.payloads.checkpoint_state(self.members, tenancy.job_index) | came_and_went
 
     def start(self) -> None:
         """Register tenants, publish their current heads, start the server and the producers."""

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Protocol
 from tensordict import TensorDict
 
 from nexus_lightning.backbone import Backbone
-from nexus_lightning.objectives import job_fields
+from nexus_lightning.objectives import algorithm_of
+from nexus_lightning.objectives.base import algorithm_class
 from nexus_lightning.objectives.policy_gradient import EXECUTED
 from nexus_lightning.producers.rollouts import advantage_stage
 from nexus_lightning.queues.jobs import Job, JobState, LeaseLost
@@ -54,9 +55,8 @@ class Schedule:
     # -------------------------------------------------------------------------------------------- when it is over
 
     def targets_met(self) -> bool:
-        """Every tenant has done its work."""
-        working = any(member.producers for member in self.tenancy.members.values())
-        return not self.resident and working and self.shared.scheduler.targets_met()
+        """Every tenant has done its work, is out, or has left."""
+        return not self.resident and (not self.tenancy.members or self.shared.scheduler.targets_met())
 
     def must_stop(self) -> bool:
         """Nothing more may be leased, whoever still has work."""
@@ -113,7 +113,8 @@ class Schedule:
         rollout = job.metadata.get("rollout")
         if job.metadata.get("absent"):
             return Lease(job, None, None, rollout, renew)
-        fields = job_fields(member.slot.spec.config) + OBSERVED[job.metadata["features"]]
+        settings = algorithm_of(member.slot.spec.config)
+        fields = algorithm_class(settings).job_fields(settings) + OBSERVED[job.metadata["features"]]
         queue.release(job.partition_id, "train")  # rows that an expired lease had handed out
         try:
             meta = queue.get_meta(fields, None, job.partition_id, "train")
@@ -133,8 +134,10 @@ class Schedule:
         shared = self.shared
         for name in self.actor_versions():
             member = self.tenancy.members[name]
-            algorithm = member.slot.spec.config.algorithm
-            if algorithm is None or not algorithm.proximal or shared.scheduler.depth(name):
+            config = member.slot.spec.config
+            if config.task != "rl" or shared.scheduler.depth(name):
+                continue
+            if not algorithm_class(config.algorithm).waits_for_actor(config.algorithm):
                 continue
             job = shared.scheduler.lease_stage(JobState.NEEDS_ACTOR_FORWARD, shared.lease_deadline_s, tenant_id=name)
             if job is None:

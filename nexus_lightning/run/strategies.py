@@ -16,8 +16,8 @@ from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
 from torch.distributed.device_mesh import init_device_mesh
 
 from nexus_lightning.config import NexusConfig
-from nexus_lightning.placement.plan import Plan
-from nexus_lightning.placement.sharding import needs_whole_backbone, shard_backbone, shard_head
+from nexus_lightning.placement.plan import Plan, needs_whole_backbone
+from nexus_lightning.placement.sharding import shard_backbone, shard_head
 from nexus_lightning.run.module import MultiTenantModule
 
 

@@ -52,6 +52,7 @@ class Tenancy:
     Attributes:
         members: tenant -> all that there is of it here.
         job_index: jobs trained by the run so far, the axis of its metrics.
+        joined / left: tenants that have come and gone by an order, for a resumed run.
     """
 
     def __init__(
@@ -70,6 +71,8 @@ class Tenancy:
         self.members: dict[str, Member] = {}
         self.status = RunStatus()
         self.job_index = 0
+        self.joined: set[str] = set()
+        self.left: set[str] = set()
 
     def enter(self, member: Member) -> None:
         """A member of which the actor has the slot already."""
@@ -79,7 +82,7 @@ class Tenancy:
     # ---------------------------------------------------------------------------------------------- join and leave
 
     def join(self, slot: TenantSlot, payload: Payload | None = None) -> None:
-        """A tenant enters without a workload: what it brings is moved, restored and published. All or nothing.
+        """An admitted tenant enters without a workload: what it brings is moved, restored, published. All or nothing.
 
         Raises:
             ValueError: the name is taken, or the payload is of another schema.
@@ -113,6 +116,7 @@ class Tenancy:
             shared.scheduler.unregister(name)
         for partition in shared.queue.partitions(name):
             shared.queue.clear(partition)
+        shared.admission.release(name)
         self.members.pop(name, None)
         self.status.tenants.pop(name, None)
         shared.events.point("leave", name)

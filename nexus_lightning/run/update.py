@@ -9,18 +9,12 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor, nn
 
-from nexus_lightning.objectives import (
-    AWRObjective,
-    CoTrainingObjective,
-    IQLObjective,
-    Objective,
-    PolicyGradientObjective,
-    SFTObjective,
-)
-from nexus_lightning.placement.sharding import local
+from nexus_lightning.objectives import algorithm_of
+from nexus_lightning.objectives.base import Objective, algorithm_class
 from nexus_lightning.ranks import Failure
 from nexus_lightning.run.leases import Lease
-from nexus_lightning.shares import Minibatch, Moments, RowWeights, Share, rows_of
+from nexus_lightning.shards import local
+from nexus_lightning.shares import Metric, Minibatch, Moments, RowWeights, Share, rows_of
 from nexus_lightning.tenant import NonFiniteLoss, TenantSlot
 
 
@@ -31,7 +25,7 @@ class Part:
     failure: Failure | None = None
     weights: RowWeights = field(default_factory=dict)
     advantages: Moments | None = None  # where they are normalised
-    rollout: dict[str, float] | None = None
+    rollout: dict[str, Metric] | None = None
 
 
 @dataclass
@@ -60,25 +54,12 @@ class Update:
     failed: Failure | None = None
 
 
-def build_objective(slot: TenantSlot, draw: Callable[[int], TensorDict], share: Share | None = None) -> Objective:
+def build_objective(slot: TenantSlot, draw: Callable[[int], TensorDict], share: Share) -> Objective:
     """What the tenant's jobs minimise; ``draw`` gives the demonstrations that an RL tenant mixes in, ``share`` says
     which of them are this rank's."""
-    config, head, normalizer = slot.spec.config, slot.head, slot.normalizer
-    algorithm, dataset = config.algorithm, config.dataset
-    supervised = None if dataset is None else SFTObjective(head, normalizer, dataset.batch_size)
-    if config.task == "sft":
-        assert supervised is not None
-        return supervised
-    assert algorithm is not None
-    if config.task == "rl":
-        rl = PolicyGradientObjective(head, normalizer, algorithm)
-        if supervised is None or algorithm.sft_weight is None:
-            return rl
-        return CoTrainingObjective(rl, supervised, algorithm.sft_weight, draw, share)
-    assert dataset is not None
-    if slot.critic is None:
-        return AWRObjective(head, normalizer, algorithm, dataset.batch_size)
-    return IQLObjective(head, slot.critic, normalizer, algorithm, dataset.batch_size)
+    config, settings = slot.spec.config, algorithm_of(slot.spec.config)
+    batch_size = 1 if config.dataset is None else config.dataset.batch_size
+    return algorithm_class(settings).build(slot.head, slot.normalizer, settings, batch_size, slot.critic, draw, share)
 
 
 def finite_loss(slot: TenantSlot, loss: Tensor) -> Tensor:

@@ -4,7 +4,8 @@ A request passes: token and rate ─► size of its body, while it arrives ─�
 pydantic (:mod:`nexus_lightning.services.bodies`) ─► the service, in a worker thread. Nothing blocks the event loop, so
 one tenant's long call never delays another one's; waiting for a future needs no thread at all.
 
-Bad input is answered with a 4xx in the one error form; a 5xx is a defect of the server (or 503: starting, stopping).
+Bad input is answered with a 4xx in the one error form; a 5xx is a defect of the server (or 503: starting, stopping;
+507: its disk takes no more writes).
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from __future__ import annotations
 import functools
 import json
 import os
+import sqlite3
 import tarfile
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Sequence
@@ -45,6 +47,7 @@ from nexus_lightning.services.errors import (
     NotFound,
     TooLarge,
     error_from_json,
+    storage_error,
 )
 from nexus_lightning.services.exporter import Exporter
 from nexus_lightning.services.service import Arrays, Service
@@ -146,6 +149,7 @@ class _Routes:
             "responses": {
                 "4XX": {"model": bodies.ErrorAnswer, "description": "refused; the body says why"},
                 "503": {"model": bodies.ErrorAnswer, "description": "starting or stopping: send it again"},
+                "507": {"model": bodies.ErrorAnswer, "description": "the disk is full: send it again later"},
             },
         }
         self._add_open_routes()
@@ -158,8 +162,17 @@ class _Routes:
     # ---------------------------------------------------------------------------------------------------------- helpers
 
     async def run(self, function: Callable[..., T], *args: Any) -> T:
-        """A blocking call in a worker thread."""
-        return await anyio.to_thread.run_sync(functools.partial(function, *args), limiter=self.threads)
+        """A blocking call in a worker thread.
+
+        Raises:
+            StorageFull: the disk refused what it had to write.
+        """
+        try:
+            return await anyio.to_thread.run_sync(functools.partial(function, *args), limiter=self.threads)
+        except (OSError, sqlite3.Error) as error:
+            if isinstance(error, NexusError) or (told := storage_error(error)) is None:
+                raise
+            raise told from error
 
     def account(self, request: Request, starting: bool = False) -> Account:
         """Who calls; counts against the rate."""
@@ -262,7 +275,7 @@ class _Routes:
 
         @app.get(
             "/readyz",
-            summary="A request would go through: asks the master's loop and writes to the store.",
+            summary="A request would go through: asks the loop, writes to the store; no write fails.",
             response_class=Response,
             responses={503: {"model": bodies.ErrorAnswer, "description": "not yet, or no longer"}},
         )
@@ -318,7 +331,8 @@ class _Routes:
             await self.run(service.delete_tenant, self.account(request), tenant_id)
             return Response(status_code=204)
 
-        self.add("DELETE", one, delete_tenant, "Delete a tenant, its results and payloads.", status=204)
+        text = "Delete a tenant, its results and payloads (operators: of any account)."
+        self.add("DELETE", one, delete_tenant, text, status=204)
 
         async def submit_workload(
             request: Request, tenant_id: str, seq: Seq = None, deadline_s: Deadline = None
@@ -350,9 +364,9 @@ class _Routes:
         self.add("GET", one + "/workloads/{workload_id}", get_workload, "One workload.", bodies.WorkloadAnswer)
 
         for action, summary in (
-            ("pause", "Start no more jobs until it is resumed."),
-            ("resume", "Go on after a pause."),
-            ("cancel", "End it; what was trained stays."),
+            ("pause", "Start no more jobs until it is resumed (operators: of any account)."),
+            ("resume", "Go on after a pause (operators: of any account)."),
+            ("cancel", "End it; what was trained stays (operators: of any account)."),
         ):
             path = one + "/workloads/{workload_id}/" + action
             endpoint = self._control(action)

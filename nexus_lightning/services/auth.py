@@ -30,7 +30,8 @@ class Account:
     Attributes:
         owner_id: owns tenants and sessions; one owner may have several tokens.
         name: for people.
-        role: tenant | operator. An operator also lists and describes what others own; it does not change it.
+        role: tenant | operator. An operator also lists and describes what others own, pauses, resumes and cancels their
+            workloads and deletes their tenants (the audit log tells); it does not train them or read their weights.
     """
 
     owner_id: str

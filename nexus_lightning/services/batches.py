@@ -7,6 +7,7 @@ Names of arrays: ``observation/state`` ``[N, S]``, ``observation/image/<camera>`
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import fields
 from typing import Any
 
 import numpy as np
@@ -16,10 +17,11 @@ from omegaconf.errors import OmegaConfBaseException
 from tensordict import TensorDict, TensorDictBase
 from torch import Tensor
 
-from nexus_lightning.backbone import check_observation
-from nexus_lightning.config import AlgorithmConfig
-from nexus_lightning.objectives import AWRObjective, Objective, PolicyGradientObjective, SFTObjective
-from nexus_lightning.objectives.policy_gradient import EXECUTED, likelihood_units
+from nexus_lightning.bounds import bounds_problems
+from nexus_lightning.images import fit_observation
+from nexus_lightning.objectives import shipped
+from nexus_lightning.objectives.base import AlgorithmSettings, Objective, RolloutSettings
+from nexus_lightning.objectives.policy_gradient import EXECUTED, PolicyGradient, likelihood_units
 from nexus_lightning.producers.demonstrations import string_column
 from nexus_lightning.schema import TenantSchema
 from nexus_lightning.services.errors import InvalidRequest
@@ -27,42 +29,34 @@ from nexus_lightning.tenant import TenantSlot
 
 #: loss -> arrays beside the observation: ``?`` may be left out. Of rl losses ``chunk`` is the normalised action of
 #: predict or rollout, with its ``trace/<name>`` where the head has one, and ``log_probs`` ``[N, T, A]`` those of it.
-LOSSES: dict[str, tuple[str, ...]] = {
-    "sft": ("action", "is_pad?"),
-    "awr": ("action", "return_to_go", "is_pad?"),
-    "ppo": ("chunk", "log_probs", "advantage", "value_target", "state_value", "executed?"),
-    "grpo": ("chunk", "log_probs", "advantage", "executed?"),
-    "reinforce": ("chunk", "log_probs", "advantage", "value_target", "executed?"),
-}
+LOSSES: dict[str, tuple[str, ...]] = {name: cls.arrays for name, cls in shipped().items() if cls.arrays}
 
 
 def low_level_objective(slot: TenantSlot, loss: str, options: Mapping[str, Any]) -> Objective:
-    """The objective of a built-in loss, with the keys of an AlgorithmConfig as ``options``.
+    """The objective of a built-in loss, with the settings of its algorithm as ``options``.
 
     Raises:
         InvalidRequest: unknown loss or option, or the head has no log-probabilities.
     """
     if loss not in LOSSES:
         raise InvalidRequest(f"loss={loss!r}: choose one of {', '.join(LOSSES)}")
-    if loss == "sft":
-        if options:
-            raise InvalidRequest(f"loss_options: sft has none, got {', '.join(options)}")
-        return SFTObjective(slot.head, slot.normalizer, batch_size=1)
-    if not slot.head.supports_rl:
+    algorithm = shipped()[loss]
+    if algorithm.task != "sft" and not slot.head.supports_rl:
         raise InvalidRequest(f"loss={loss}: {type(slot.head).__name__} has no critic and no log-probabilities")
-    if "name" in options:
-        raise InvalidRequest("loss_options.name: is what `loss` says")
+    settings = algorithm.configure()
+    valid = [each.name for each in fields(settings) if not each.name.startswith("_")]
+    if unknown := [name for name in options if name not in valid]:
+        raise InvalidRequest(f"loss_options: {loss} has no {', '.join(unknown)}; valid: {', '.join(valid) or 'none'}")
     try:
-        merged = OmegaConf.merge(OmegaConf.structured(AlgorithmConfig), {**options, "name": loss})
-        algorithm = OmegaConf.to_object(merged)
+        settings = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(settings), dict(options)))
     except OmegaConfBaseException as error:
         raise InvalidRequest(f"loss_options: {str(error).splitlines()[0]}") from error
-    assert isinstance(algorithm, AlgorithmConfig)
-    if algorithm.proximal or algorithm.sft_weight is not None:
+    if problems := bounds_problems("loss_options", settings):
+        raise InvalidRequest("the loss cannot be used", problems)
+    assert isinstance(settings, AlgorithmSettings)
+    if isinstance(settings, RolloutSettings) and (algorithm.waits_for_actor(settings) or settings.sft_weight):
         raise InvalidRequest("loss_options: proximal and sft_weight belong to whole workloads")
-    if loss == "awr":
-        return AWRObjective(slot.head, slot.normalizer, algorithm, batch_size=1)
-    return PolicyGradientObjective(slot.head, slot.normalizer, algorithm)
+    return algorithm(slot.head, slot.normalizer, settings)
 
 
 def batch_of(
@@ -76,7 +70,7 @@ def batch_of(
     schema, rows = slot.spec.schema, len(instructions)
     batch = observation_of(arrays, instructions)
     try:
-        check_observation(batch["observation"], schema)
+        batch["observation"] = fit_observation(batch["observation"], schema)
     except ValueError as error:
         raise InvalidRequest(str(error)) from error
     chunk, flags = (rows, schema.chunk, schema.action_dim), (rows, schema.chunk)
@@ -120,9 +114,9 @@ def batch_of(
 
 
 def _decisions(batch: TensorDict, objective: Objective, schema: TenantSchema, tensors: dict[str, Tensor]) -> TensorDict:
-    """Columns of :class:`PolicyGradientObjective` from sampled decisions."""
-    assert isinstance(objective, PolicyGradientObjective)
-    rows, algorithm = len(batch), objective.algorithm
+    """Columns of :class:`PolicyGradient` from sampled decisions."""
+    assert isinstance(objective, PolicyGradient)
+    rows, settings = len(batch), objective.settings
     executed = torch.zeros(rows, schema.chunk, dtype=torch.bool)
     executed[:, : schema.execute] = True
     executed = tensors.pop("executed", executed)
@@ -133,7 +127,7 @@ def _decisions(batch: TensorDict, objective: Objective, schema: TenantSchema, te
         action["trace"] = TensorDict(trace, [rows])
     batch["vla_action"] = TensorDict(action, [rows])
     batch[EXECUTED] = executed
-    batch["sample_log_prob"] = likelihood_units(log_probs, executed, algorithm.log_prob, algorithm.log_prob_level)
+    batch["sample_log_prob"] = likelihood_units(log_probs, executed, settings.log_prob, settings.log_prob_level)
     for name in ("advantage", "value_target", "state_value"):
         batch[name] = tensors.get(name, torch.zeros(rows, 1))
     return batch

@@ -13,8 +13,11 @@ does not know this module can still catch it. Standard library only: the client 
 
 from __future__ import annotations
 
+import sqlite3
 from collections.abc import Iterable, Mapping
 from typing import Any, ClassVar
+
+from nexus_lightning.monitoring.lines import disk_refuses
 
 
 class NexusError(Exception):
@@ -150,6 +153,14 @@ class NotReady(NexusError, ConnectionError):
     default_retryable = True
 
 
+class StorageFull(NexusError, OSError):
+    """The server's disk takes no more writes; nothing was changed, the same request may succeed once there is room."""
+
+    type = "storage_full"
+    status = 507
+    default_retryable = True
+
+
 class ConnectionLost(NexusError, ConnectionError):
     """Client only: no answer from the server within the retries."""
 
@@ -214,8 +225,23 @@ ERRORS: dict[str, type[NexusError]] = {
         UnsupportedMediaType,
         RateLimited,
         NotReady,
+        StorageFull,
     )
 }
+
+
+def storage_error(error: BaseException) -> StorageFull | None:
+    """What a caller is told of a write that the disk refused; None: ``error`` is something else.
+
+    Example:
+        >>> storage_error(sqlite3.OperationalError("database or disk is full"))
+        StorageFull('the server cannot write to its disk now; send the same request again later')
+        >>> storage_error(ValueError())
+    """
+    if isinstance(error, sqlite3.OperationalError) or disk_refuses(error):
+        text = "the server cannot write to its disk now; send the same request again later"
+        return StorageFull(text, retry_after_s=5.0)
+    return None
 
 
 def error_from_json(body: Any, status: int = 500) -> NexusError:
@@ -241,6 +267,7 @@ def future_error_to_json(error: BaseException) -> dict[str, Any]:
 
     The text of an unexpected exception stays in the server's log: it may hold paths or another tenant's names.
     """
+    error = storage_error(error) or error
     if isinstance(error, FutureFailed):
         word, category = error.reason, error.category
     elif isinstance(error, NexusError):

@@ -79,6 +79,7 @@ class Exporter:
         for key, value in inference.items():  # shared_backbone_calls: with rows of more than one tenant
             yield _gauge(f"inference_{key}", [], {(): value})
         yield _gauge("simulators", [], {(): stats["simulators"]})
+        yield _gauge("alarms", [], {(): len(self.service.alarms())})
         yield _gauge("feature_store_bytes", [], {(): stats["feature_store_bytes"]})
 
 

@@ -15,6 +15,8 @@ One table is reorder buffer, idempotency table and result store at once::
   class says how), anything else fails as retryable, because the gradients and queues it needed died with the process.
 - A number that was given up (deadline, cancelled) is used; later ones do not wait for it. A number that never came is
   still free: a client that lost count asks for ``next_seq``.
+- An end is decided once, committed, and only then forgotten. One that the disk refuses is tried again until it is
+  written; meanwhile its request counts as not ended (``queue_state`` "saving_result").
 - Reading a result starts its grace time; then the content goes and reading again is "gone". What nobody has read is
   kept, and counts against its owner's bytes.
 
@@ -27,6 +29,7 @@ import asyncio
 import heapq
 import logging
 import secrets
+import sqlite3
 import threading
 import time
 from collections import Counter
@@ -54,6 +57,8 @@ log = logging.getLogger(__name__)
 MAX_AHEAD = 10_000
 #: How long stopping a long request waits for the master to have taken it.
 TAKEN_TIMEOUT_S = 60.0
+#: First and longest pause before an end that could not be committed is tried again.
+FIRST_RETRY_S, LONGEST_RETRY_S = 0.5, 10.0
 
 
 @dataclass(frozen=True)
@@ -62,6 +67,17 @@ class Outcome:
 
     meta: dict[str, Any] = field(default_factory=dict)
     data: bytes | None = None
+
+
+@dataclass
+class _End:
+    """How a request ends: decided, and on disk once it is committed."""
+
+    status: str
+    content: dict[str, Any]  # ``result`` or ``error``
+    data: bytes | None = None
+    tries: int = 0
+    retry_at_s: float = 0.0
 
 
 @dataclass
@@ -92,6 +108,7 @@ class Request:
     status: str = "pending"
     since_s: float = field(default_factory=time.monotonic)
     taken: threading.Event = field(default_factory=threading.Event)  # ``run`` has returned
+    end: _End | None = None  # not committed yet
 
 
 class _Log:
@@ -137,6 +154,7 @@ class Futures:
         self._lock = threading.RLock()
         self._logs: dict[str, _Log] = {}
         self._live: dict[str, Request] = {}
+        self._unsaved: dict[str, Request] = {}  # those whose end could not be committed
         self._in_flight: Counter[str] = Counter()
         self._bytes: Counter[str] = Counter()
         self._waiters: dict[str, list[tuple[asyncio.AbstractEventLoop, asyncio.Event]]] = {}
@@ -180,23 +198,27 @@ class Futures:
             self._in_flight[log_.owner_id] += 1
             if request is None:
                 error = FutureFailed(why, category="server", reason="server_restarted", retryable=True)
-                self._end(live, "failed", error=future_error_to_json(error))
+                self._end(live, _End("failed", {"error": future_error_to_json(error)}))
                 return
             self._watch(live)
             if live.status == "pending":
                 log_.ahead[live.seq] = live
                 self._drain_soon(tenant_id, log_)
         if live.status == "running":
-            self._pool.submit(self._execute, live)
+            self._pool.submit(self._execute, live, started=True)
 
     def close_tenant(self, tenant_id: str) -> None:
         """Ends what is left of a deleted tenant and forgets it."""
         with self._lock:
-            for request in [r for r in self._live.values() if r.tenant_id == tenant_id]:
-                self._end(request, "cancelled", error=future_error_to_json(_cancelled("its tenant was deleted")))
-            log_ = self._logs.pop(tenant_id, None)
-            if log_ is not None:
-                self._bytes[log_.owner_id] -= sum(row["data_bytes"] for row in self._store.requests(tenant_id))
+            log_ = self._logs.get(tenant_id)
+            if log_ is None:
+                return
+            rows = self._store.requests(tenant_id)
+            live = {r.future_id: r for r in self._live.values() if r.tenant_id == tenant_id}
+            for request in live.values():  # their rows go with the tenant
+                self._forget(request, "cancelled", stored=False)
+            del self._logs[tenant_id]
+            self._bytes[log_.owner_id] -= sum(row["data_bytes"] for row in rows if row["future_id"] not in live)
 
     def next_seq(self, tenant_id: str) -> int:
         """The lowest number that is not used."""
@@ -205,6 +227,11 @@ class Futures:
 
     def in_flight(self, owner_id: str) -> int:
         return self._in_flight[owner_id]
+
+    @property
+    def unsaved(self) -> int:
+        """Ends that the disk has refused so far."""
+        return len(self._unsaved)
 
     # ------------------------------------------------------------------------------------------------------- requests
 
@@ -299,14 +326,15 @@ class Futures:
                     return
                 request = log_.ahead.pop(log_.next)
                 log_.next += 1
-                if request is None or request.status != "pending":
+                if request is None or request.status != "pending" or request.end is not None:
                     continue
                 request.status = "running"
             self._execute(request)
 
-    def _execute(self, request: Request) -> None:
+    def _execute(self, request: Request, started: bool = False) -> None:
+        """``started``: the store knows that it runs."""
         try:
-            if request.long:
+            if request.long and not started:
                 self._store.start(request.future_id)
             outcome = request.run(request)
             request.taken.set()
@@ -321,12 +349,8 @@ class Futures:
     def complete(self, future_id: str, outcome: Outcome) -> None:
         """The result of a request; ignored when it has ended before (cancelled, deadline)."""
         request = self._live.get(future_id)
-        if request is None:
-            return
-        if outcome.data is not None:
-            self._store.write_result(future_id, outcome.data)
-        if not self._end(request, "completed", result=outcome.meta, data_bytes=len(outcome.data or b"")):
-            self._store.remove_result(future_id)
+        if request is not None:
+            self._end(request, _End("completed", {"result": outcome.meta}, outcome.data))
 
     def fail(self, future_id: str, error: BaseException | dict[str, Any]) -> None:
         """Ends a request with an exception or with its JSON form; ignored when it has ended before."""
@@ -340,24 +364,59 @@ class Futures:
         else:
             body = error
         cancelled = isinstance(error, FutureCancelled) or body["type"] == "cancelled"
-        self._end(request, "cancelled" if cancelled else "failed", error=body)
+        self._end(request, _End("cancelled" if cancelled else "failed", {"error": body}))
 
-    def _end(self, request: Request, status: str, **content: Any) -> bool:
+    def _end(self, request: Request, end: _End) -> None:
+        """Whoever comes first decides how a request ends."""
+        with self._lock:
+            if request.future_id not in self._live or request.end is not None:
+                return
+            request.end = end
+            self._bytes[self._logs[request.tenant_id].owner_id] += len(end.data or b"")
+            request.taken.set()
+        self._commit(request, end)
+
+    def _commit(self, request: Request, end: _End) -> None:
+        """Write the end, then forget the request; what the disk refuses is tried again by the keeper of the time."""
+        try:
+            if end.data is not None:
+                self._store.write_result(request.future_id, end.data)
+            self._store.end(request.future_id, end.status, data_bytes=len(end.data or b""), **end.content)
+        except (OSError, sqlite3.Error) as error:
+            if end.tries == 0:
+                text = "%s of tenant %s (future %s) has %s, and this cannot be written: %s; tried again until it is"
+                log.error(text, request.verb, request.tenant_id, request.future_id, end.status, error)
+            end.retry_at_s = self._clock() + min(FIRST_RETRY_S * 2**end.tries, LONGEST_RETRY_S)
+            end.tries += 1
+            with self._wake:
+                if request.future_id in self._live:
+                    self._unsaved[request.future_id] = request
+                    self._wake.notify()
+            return
+        if end.tries:
+            log.warning("future %s: its end is written after %d failures", request.future_id, end.tries)
+        if not self._forget(request, end.status) and end.data is not None:  # its tenant was deleted meanwhile
+            self._store.remove_result(request.future_id)
+
+    def _forget(self, request: Request, status: str, stored: bool = True) -> bool:
+        """The end of a request for everybody who waits; False when it has been forgotten before."""
         with self._lock:
             if self._live.pop(request.future_id, None) is None:
                 return False
+            self._unsaved.pop(request.future_id, None)
             request.status = status
-            log_ = self._logs[request.tenant_id]
-            self._in_flight[log_.owner_id] -= 1
-            self._bytes[log_.owner_id] += content.get("data_bytes", 0) - request.body_bytes
-            self._store.end(request.future_id, status, **content)
+            owner_id = self._logs[request.tenant_id].owner_id
+            self._in_flight[owner_id] -= 1
+            self._bytes[owner_id] -= request.body_bytes
+            if not stored and request.end is not None:
+                self._bytes[owner_id] -= len(request.end.data or b"")
             request.taken.set()
             for loop, event in self._waiters.pop(request.future_id, []):
                 _set_soon(loop, event)
         self.on_end(request, status, time.monotonic() - request.since_s)
         return True
 
-    def cancel(self, owner_id: str, future_id: str) -> dict[str, Any]:
+    def cancel(self, owner_id: str, future_id: str, by: str = "its owner") -> dict[str, Any]:
         """End a request that has not started, or stop a long one; one that has ended stays as it is.
 
         Raises:
@@ -366,10 +425,10 @@ class Futures:
         with self._lock:
             shown = self.show(owner_id, future_id)
             request = self._live.get(future_id)
-            if request is None:
+            if request is None or request.end is not None:
                 return shown
             if request.status == "pending" or (request.long and request.cancel is None):
-                self._end(request, "cancelled", error=future_error_to_json(_cancelled("cancelled by its owner")))
+                self._end(request, _End("cancelled", {"error": future_error_to_json(_cancelled(f"cancelled by {by}"))}))
                 return self.show(owner_id, future_id)
             if not request.long:
                 raise Conflict(f"future {future_id}: {request.verb} is being executed and cannot be taken back")
@@ -410,12 +469,17 @@ class Futures:
                     request = self._live.get(heapq.heappop(self._deadlines)[1])
                     if request is not None:
                         late.append(request)
-                if not late and now < next_drop:
-                    due = min([next_drop, *(deadline for deadline, _ in self._deadlines[:1])])
+                unsaved = [(request, end) for request in self._unsaved.values() if (end := request.end) is not None]
+                again = [(request, end) for request, end in unsaved if end.retry_at_s <= now]
+                if not late and not again and now < next_drop:
+                    retries = (end.retry_at_s for _, end in unsaved)
+                    due = min([next_drop, *retries, *(deadline for deadline, _ in self._deadlines[:1])])
                     self._wake.wait(min(max(due - now, 0.01), 60.0))
                     continue
             for request in late:
                 self._guarded(self._expire, request)
+            for request, end in again:
+                self._commit(request, end)
             if now >= next_drop:
                 next_drop = now + min(max(self.grace_s / 4, 0.05), 30.0)
                 self._guarded(self._drop, now)
@@ -429,7 +493,7 @@ class Futures:
     def _expire(self, request: Request) -> None:
         with self._lock:
             log_ = self._logs.get(request.tenant_id)
-            if log_ is None or request.future_id not in self._live:
+            if log_ is None or request.future_id not in self._live or request.end is not None:
                 return
             missing = next((seq for seq in range(log_.next, request.seq) if seq not in log_.ahead), None)
             over = request.deadline_s is not None and request.deadline_s <= self._clock()
@@ -445,7 +509,7 @@ class Futures:
             else:
                 text = f"{request.verb} did not end in time; what it did so far stays"
                 error = DeadlineExceeded(text, category="unknown", reason="deadline_exceeded")
-            self._end(request, "failed", error=future_error_to_json(error))
+            self._end(request, _End("failed", {"error": future_error_to_json(error)}))
         if running and request.cancel is not None:
             self._stop_long(request)
 
@@ -480,11 +544,13 @@ class Futures:
             shown = {key: row[key] for key in ("future_id", "tenant_id", "seq", "verb", "status", "workload_id")}
             shown |= {"queue_state": "ended", "result": row["result"], "error": row["error"]}
             shown["data_bytes"] = row["data_bytes"]
-            if live is not None:
+            if live is not None and row["status"] not in ENDED:
                 shown["status"] = live.status
                 gap = next((seq for seq in range(log_.next, live.seq) if seq not in log_.ahead), None)
                 waits = "queued" if gap is None else f"waiting_for_seq_{gap}"
                 shown["queue_state"] = "active" if live.status == "running" else waits
+                if live.end is not None:
+                    shown["queue_state"] = "saving_result"
             return shown
 
     async def wait(self, owner_id: str, future_ids: Iterable[str], timeout_s: float) -> list[dict[str, Any]]:
@@ -499,8 +565,16 @@ class Futures:
             shown = await asyncio.to_thread(lambda: [self.show(owner_id, future_id) for future_id in future_ids])
         read = [one["future_id"] for one in shown if one["status"] in ENDED and not one["data_bytes"]]
         if read:
-            await asyncio.to_thread(self._store.deliver, read, self._clock())
+            await asyncio.to_thread(self._deliver, read)
         return shown
+
+    def _deliver(self, future_ids: list[str]) -> None:
+        """Start the grace time of what is read now. On a full disk it starts when they are read again: what can be
+        answered is answered."""
+        try:
+            self._store.deliver(future_ids, self._clock())
+        except sqlite3.OperationalError:  # the store has said so
+            pass
 
     async def until_ended(self, future_ids: Iterable[str], timeout_s: float) -> None:
         """Sleeps until one of them has ended or the time is over."""
@@ -539,7 +613,7 @@ class Futures:
             data = self._store.result_path(future_id).read_bytes()
         except FileNotFoundError:
             raise Gone(f"future {future_id}: its result was delivered and dropped") from None
-        self._store.deliver([future_id], self._clock())
+        self._deliver([future_id])
         return data
 
     # ---------------------------------------------------------------------------------------------------------- close
@@ -558,6 +632,11 @@ class Futures:
         self.stop()
         self._pool.shutdown(wait=True, cancel_futures=True)
         self._keeper.join()
+        for request in list(self._unsaved.values()):
+            assert request.end is not None
+            self._commit(request, request.end)
+        if self._unsaved:
+            log.error("ends that could not be written, and are lost: futures %s", ", ".join(self._unsaved))
 
 
 def _ticket(future_id: str, tenant_id: str, seq: int, status: str, workload_id: str | None) -> dict[str, Any]:

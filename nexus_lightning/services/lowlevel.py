@@ -49,11 +49,9 @@ from nexus_lightning.services.errors import (
     QuotaExceeded,
     TooLarge,
 )
+from nexus_lightning.services.records import TenantRecord
 from nexus_lightning.services.spec import Compiler, ServeConfig
 from nexus_lightning.tenant import NonFinite, TenantSlot, derive_seed
-
-if TYPE_CHECKING:
-    from nexus_lightning.services.master import _Tenant
 
 T = TypeVar("T")
 Arrays = Mapping[str, np.ndarray]
@@ -77,10 +75,10 @@ class LowLevelVerbs:
 
     if TYPE_CHECKING:
 
-        def _tenant(self, tenant_id: str) -> _Tenant: ...
+        def _tenant(self, tenant_id: str) -> TenantRecord: ...
         def _on_actor(self, action: Callable[[], T]) -> T: ...
         def _evaluation(
-            self, tenant_id: str, tenant: _Tenant, request: Mapping[str, Any], *also: str
+            self, tenant_id: str, tenant: TenantRecord, request: Mapping[str, Any], *also: str
         ) -> tuple[EnvironmentConfig, dict[str, int]]: ...
         def _pin(self, tenant_id: str, version: int | None) -> int: ...
         def _claim_simulator(self) -> None: ...
@@ -105,7 +103,7 @@ class LowLevelVerbs:
             arrays: see :mod:`nexus_lightning.services.batches`.
             instructions: one text for each row.
             loss: a key of :data:`~nexus_lightning.services.batches.LOSSES`.
-            loss_options: of RL losses: keys of an AlgorithmConfig (``clip_epsilon``, ``entropy_coef`` ...).
+            loss_options: settings of its algorithm (``clip_epsilon``, ``entropy_coef`` ...), see ``conf/algorithm``.
 
         Returns:
             ``loss:mean`` and the loss's other figures; their reduction is in the name.
@@ -659,7 +657,7 @@ class LowLevelVerbs:
             raise NotFound(f"session {session_id}: unknown")
         return held[1]
 
-    _tenants: dict[str, _Tenant]
+    _tenants: dict[str, TenantRecord]
     _open_sessions: dict[str, tuple[str, Sessions]]
     _session_tables: dict[bool, Sessions]
 

@@ -24,7 +24,7 @@ import threading
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
@@ -36,24 +36,32 @@ from tensordict import TensorDict
 
 from nexus_lightning import __version__
 from nexus_lightning.backbone import Backbone
-from nexus_lightning.checkpoint import Payload, PayloadError, list_payloads, read_manifest, read_payload
+from nexus_lightning.checkpoint import (
+    Payload,
+    PayloadError,
+    is_intact,
+    list_payloads,
+    read_manifest,
+    read_newest,
+    read_payload,
+)
 from nexus_lightning.config import (
     ConfigError,
     EnvironmentConfig,
     TenantConfig,
     dataset_root,
-    tenant_from_dict,
+    saved_tenant,
 )
 from nexus_lightning.environment import make_env
 from nexus_lightning.inference.client import TenantPolicyClient
-from nexus_lightning.memory import Admission, free_bytes, head_memory, keep_freed_memory
+from nexus_lightning.memory import Admission, NoRoom, free_bytes, keep_freed_memory
 from nexus_lightning.monitoring.stats import finite
 from nexus_lightning.producers.demonstrations import DemonstrationReader, dataset_stats, open_dataset
 from nexus_lightning.producers.evaluation import evaluate_policy, list_episodes, result_dict, summarise
-from nexus_lightning.queues.training import BatchMeta
 from nexus_lightning.run.mailbox import RunEnded
 from nexus_lightning.run.module import MultiTenantModule
 from nexus_lightning.run.runtime import Runtime
+from nexus_lightning.run.start import build_tenant
 from nexus_lightning.services.batches import observation_of, to_arrays
 from nexus_lightning.services.environment_server import Sessions
 from nexus_lightning.services.errors import (
@@ -67,16 +75,14 @@ from nexus_lightning.services.errors import (
 )
 from nexus_lightning.services.lowlevel import LowLevelVerbs
 from nexus_lightning.services.metrics import MetricLog
+from nexus_lightning.services.records import OnEnd, TenantRecord, Workload
 from nexus_lightning.services.spec import MAX_EPISODES, Compiler, ServeConfig, serve_problems
-from nexus_lightning.tenant import PassCounter, TenantSlot, TenantSpec, build_slot
+from nexus_lightning.tenant import PassCounter, TenantSlot
 from nexus_lightning.trainer import NexusTrainer, record_dataset
 
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
-#: Called once when an accepted workload or evaluation has ended: ``{"status": completed | failed | cancelled, ...}``
-#: with ``result`` or ``error``. Not called for what a stopping server leaves: it goes on after the restart.
-OnEnd = Callable[[dict[str, Any]], object]
 #: How often a workload's thread looks by itself whether its work is over (it is also told).
 LOOK_S = 0.5
 #: How many evaluations that were asked for :meth:`Master.describe` shows of a tenant, the newest.
@@ -85,41 +91,10 @@ KEPT_EVALUATIONS = 100
 JOIN_S = 120.0
 #: How long a stopping server waits for them; what is left ends with the process (simulators do, too).
 STOP_S = 10.0
+#: How often what the disk has refused is written again.
+WRITE_AGAIN_S = 2.0
 #: How long a prediction may take.
 PREDICT_TIMEOUT_S = 60.0
-
-
-@dataclass
-class _Workload:
-    """A training workload from its acceptance to its end."""
-
-    config: TenantConfig
-    id: str | None
-    resume: bool
-    on_end: OnEnd
-    thread: threading.Thread | None = None
-    running: bool = False  # it has been handed to the runtime
-    paused: bool = False
-    cancelled: threading.Event = field(default_factory=threading.Event)
-    changed: threading.Event = field(default_factory=threading.Event)
-
-
-@dataclass
-class _Tenant:
-    """What the master keeps of a tenant besides its slot."""
-
-    config: TenantConfig  # as created, without a workload
-    metrics: MetricLog
-    memory_bytes: int
-    workload: _Workload | None = None
-    leaving: threading.Event = field(default_factory=threading.Event)
-    stop_evaluations: threading.Event = field(default_factory=threading.Event)
-    threads: list[threading.Thread] = field(default_factory=list)  # of evaluations
-    evaluations: list[dict[str, Any]] = field(default_factory=list)  # that were asked for, since this process began
-    clients: list[TenantPolicyClient] = field(default_factory=list)  # sessions of the inference queue that rest
-    last_error: str | None = None
-    predict_version: int | None = None  # load_weights: pinned; None: the latest
-    deliveries: dict[int, BatchMeta] = field(default_factory=dict)  # rows handed out by queue_get_meta
 
 
 class Master(LowLevelVerbs):
@@ -128,6 +103,10 @@ class Master(LowLevelVerbs):
     Args:
         config: of the server. The run folder is ``output_dir/run_name``, the same after a restart.
         backbone: an already built one; None builds ``config.backbone``.
+
+    Its files in the run folder are written from here on: whoever makes one holds the folder (an open
+    :class:`~nexus_lightning.services.store.Store`). On a full disk the run goes on: what has to be written waits, see
+    :meth:`alarms`, and is written when there is room; what a request itself wants written fails as retryable.
 
     Raises:
         ConfigError: everything that is wrong with ``config``.
@@ -145,29 +124,33 @@ class Master(LowLevelVerbs):
         run_config = config.run_config()
         run_config.trainer = replace(config.trainer, enable_progress_bar=False)
         config.run_dir.mkdir(parents=True, exist_ok=True)
-        (config.run_dir / "config.yaml").write_text(yaml.safe_dump(asdict(config), sort_keys=False))
+        config.run_dir.chmod(0o700)  # payloads are their owners'
+        written = config.run_dir / "config.yaml.tmp"
+        written.write_text(yaml.safe_dump(asdict(config), sort_keys=False))
+        written.replace(config.run_dir / "config.yaml")
         if config.placement.torch_threads is not None:
             torch.set_num_threads(config.placement.torch_threads)
         keep_freed_memory()
         if backbone is None:
             backbone = instantiate(config.backbone)
         assert isinstance(backbone, Backbone)
+        limit = config.limits.max_memory_gb
+        free = free_bytes(backbone.device)
+        self.admission = Admission(free if limit is None else min(free, int(limit * 1e9)))
         self.module = MultiTenantModule(backbone, {})
         self.runtime = Runtime(
             run_config,
             self.module,
             config.run_dir,
             {},
+            self.admission,
             resident=True,
             on_metrics=self._on_metrics,
             on_workload=self._on_workload,
         )
         self.trainer = NexusTrainer(self.runtime, [])
-        limit = config.limits.max_memory_gb
-        free = free_bytes(backbone.device)
-        self.admission = Admission(free if limit is None else min(free, int(limit * 1e9)))
         self._lock = threading.RLock()  # of the tables below; held for dictionary operations only
-        self._tenants: dict[str, _Tenant] = {}
+        self._tenants: dict[str, TenantRecord] = {}
         self._joining: set[str] = set()
         self._simulators = 0  # sessions, rollouts and evaluations that have one now
         self._open_sessions: dict[str, tuple[str, Sessions]] = {}
@@ -180,11 +163,14 @@ class Master(LowLevelVerbs):
 
     def run(self) -> None:
         """The resident loop, in this thread, until :meth:`stop` or (main thread) a signal; then payloads are saved."""
+        writer = threading.Thread(target=self._write_again, name="unwritten", daemon=True)
+        writer.start()
         try:
             self.trainer.fit(self.module)
         finally:
             self._stopping.set()
             self.runtime.close()
+            writer.join()
             with self._lock:
                 tenants = list(self._tenants.values())
             for tenant in tenants:
@@ -197,6 +183,26 @@ class Master(LowLevelVerbs):
                 works = [] if tenant.workload is None or tenant.workload.thread is None else [tenant.workload.thread]
                 for thread in [*works, *tenant.threads]:
                     thread.join(STOP_S)
+
+    def _write_again(self) -> None:
+        """What the disk has refused, also while nobody trains; in a thread of its own."""
+        while not self._stopping.wait(WRITE_AGAIN_S):
+            for tenant in list(self._tenants.values()):
+                tenant.metrics.flush()
+            if self.runtime.tenancy.unsaved():
+                try:
+                    self._on_actor(self.runtime.tenancy.save_unsaved)
+                except NotReady:
+                    return
+
+    def alarms(self) -> list[str]:
+        """Writes to the disk that fail now, a line each, for the operator; empty when all is well."""
+        found = [f"payload of tenant {name}: {owed.problem}" for name, owed in self.runtime.tenancy.unsaved().items()]
+        metrics = {name: tenant.metrics.problem for name, tenant in list(self._tenants.items())}
+        found += [f"metrics of tenant {name}: {problem}" for name, problem in metrics.items() if problem is not None]
+        if self.runtime.events.problem is not None:
+            found.append(f"events.jsonl: {self.runtime.events.problem}")
+        return found
 
     def stop(self) -> None:
         """Ask :meth:`run` to return after the current job. Workloads go on where they were saved, after a restart."""
@@ -272,24 +278,42 @@ class Master(LowLevelVerbs):
         Args:
             tenant_id: as before.
             spec: as before.
-            payload: folder; None: the newest in the run folder, or a fresh tenant when there is none.
+            payload: folder; None: the newest intact one in the run folder, or a fresh tenant when there is none at all.
 
         Returns:
-            ``{"policy_version", "optimizer_steps"}``.
+            ``{"policy_version", "optimizer_steps"}``, and ``damaged``: how many newer payloads were damaged, if any.
 
         Raises:
-            Conflict: the payload cannot be read, or is of another backbone or schema.
+            Conflict: no payload can be read, or it is of another backbone or schema.
         """
+        limits = self.config.limits  # those of today: a tenant is not lost because the operator has lowered them
+        most = {"priority": limits.max_priority, "weight": limits.max_weight}
+        spec = {**spec, **{key: min(spec[key], most[key]) for key in most if spec.get(key) is not None}}
         config = self.compiler.tenant(tenant_id, spec)
-        path = self.latest_payload(tenant_id) if payload is None else payload
         try:
-            read = None if path is None else read_payload(path)
+            read, damaged = self._newest(tenant_id) if payload is None else (read_payload(payload), [])
         except PayloadError as error:
             log.exception("tenant %s: its payload cannot be read", tenant_id)
             raise Conflict(f"tenant {tenant_id}: its payload cannot be read; the operator's log says why") from error
         self._join(tenant_id, config, read)
         slot = self.runtime.slots[tenant_id]
-        return {"policy_version": slot.policy_version, "optimizer_steps": slot.optimizer_steps}
+        restored = {"policy_version": slot.policy_version, "optimizer_steps": slot.optimizer_steps}
+        return {**restored, "damaged": len(damaged)} if damaged else restored
+
+    def _newest(self, tenant_id: str) -> tuple[Payload | None, list[str]]:
+        """The newest intact payload of the tenant and what is wrong with newer ones, which the log and an event tell.
+
+        Raises:
+            PayloadError: there are payloads, and all are damaged.
+        """
+        payload, damaged = read_newest(self._payload_folder(tenant_id))
+        if payload is None and damaged:
+            raise PayloadError("every payload is damaged:\n  " + "\n  ".join(damaged))
+        if payload is not None and damaged:
+            text = "tenant %s: goes on from %s, because newer payloads are damaged:\n  %s"
+            log.warning(text, tenant_id, payload.path.name, "\n  ".join(damaged))
+            self.runtime.events.point("damaged_payload", tenant_id, used=payload.path.name, damaged=damaged)
+        return payload, damaged
 
     def delete_tenant(self, tenant_id: str) -> None:
         """End its work, take it out of memory, remove its payloads and metrics. Others notice nothing."""
@@ -309,7 +333,6 @@ class Master(LowLevelVerbs):
         tenant.metrics.close()
         with self._lock:
             del self._tenants[tenant_id]
-            self.admission.release(tenant_id)
         shutil.rmtree(self._payload_folder(tenant_id), ignore_errors=True)
         for path in (tenant.metrics.path, self.config.run_dir / "videos" / f"{tenant_id}.mp4"):
             path.unlink(missing_ok=True)
@@ -353,12 +376,17 @@ class Master(LowLevelVerbs):
         try:
             built = config if payload is None else self._saved_config(tenant_id, config, payload)
             config = replace(config, head=built.head)
-            memory = self._on_actor(lambda: self._build(tenant_id, built, payload))
-            metrics = MetricLog(
-                self.config.run_dir / "metrics" / f"{tenant_id}.jsonl", self.config.limits.metrics_history
-            )
+            path = self.config.run_dir / "metrics" / f"{tenant_id}.jsonl"
+            metrics = MetricLog(path, self.config.limits.metrics_history)  # first: nothing of it is in the run
+            try:
+                memory = self._on_actor(lambda: self._build(tenant_id, built, payload))
+            except BaseException:
+                metrics.close()
+                if path.is_file() and not path.stat().st_size:
+                    path.unlink()
+                raise
             with self._lock:
-                self._tenants[tenant_id] = _Tenant(config, metrics, memory)
+                self._tenants[tenant_id] = TenantRecord(config, metrics, memory)
         finally:
             with self._lock:
                 self._joining.discard(tenant_id)
@@ -366,21 +394,14 @@ class Master(LowLevelVerbs):
     def _build(self, tenant_id: str, config: TenantConfig, payload: Payload | None) -> int:
         """On the actor thread: a new head draws from the global generator. Returns the bytes the tenant needs."""
         try:
-            slot = build_slot(TenantSpec.compile(tenant_id, config, self.config.seed), self.module.backbone)
+            slot = build_tenant(tenant_id, config, self.config.seed, self.module.backbone, self.admission)
+        except NoRoom as error:
+            raise QuotaExceeded(str(error)) from error
         except (ValueError, TypeError, RuntimeError) as error:  # what only the head itself can tell
             raise InvalidRequest(f"spec.head: cannot be built: {error}") from error
         slot.ended = True
-        needed = head_memory(slot.head, slot.ema is not None, slot.critic).total_bytes
-        try:
-            self.admission.admit(tenant_id, needed)
-        except ValueError as error:
-            raise QuotaExceeded(str(error)) from error
-        try:
-            self.runtime.tenancy.join(slot, payload)
-        except Exception:
-            self.admission.release(tenant_id)
-            raise
-        return needed
+        self.runtime.tenancy.join(slot, payload)
+        return self.admission.held[tenant_id]
 
     def _saved_config(self, tenant_id: str, config: TenantConfig, payload: Payload) -> TenantConfig:
         """The workload that a payload was saved in: it decides about optimizer and Q networks. Its head is the one
@@ -389,10 +410,10 @@ class Master(LowLevelVerbs):
             raise Conflict(
                 f"tenant {tenant_id}: its payload was trained on another backbone; start the server with that"
             )
-        saved = tenant_from_dict(payload.manifest["config"], f"{payload.path}/manifest.json config")
+        saved = saved_tenant(payload.manifest["config"], f"{payload.path}/manifest.json config")
         if saved.schema != config.schema:
             raise Conflict(f"tenant {tenant_id}: its payload has another schema than its spec")
-        return replace(saved, seed=payload.manifest["seed"])
+        return replace(saved, seed=payload.manifest["seed"], priority=config.priority, weight=config.weight)
 
     # --------------------------------------------------------------------------------------------- workloads
 
@@ -437,13 +458,13 @@ class Master(LowLevelVerbs):
             scheduler = self.runtime.scheduler
             if scheduler.registered(tenant_id) and scheduler.in_flight(tenant_id):
                 raise Conflict(f"tenant {tenant_id}: has reserved jobs in flight; complete or fail them first")
-            work = tenant.workload = _Workload(config, workload_id, resume, on_end, paused=paused)
+            work = tenant.workload = Workload(config, workload_id, resume, on_end, paused=paused)
         work.thread = threading.Thread(
             target=self._work, args=(tenant_id, tenant, work), name=f"workload-{tenant_id}", daemon=True
         )
         work.thread.start()
 
-    def _work(self, tenant_id: str, tenant: _Tenant, work: _Workload) -> None:
+    def _work(self, tenant_id: str, tenant: TenantRecord, work: Workload) -> None:
         """A workload from its data to its end, in a thread of its own."""
         runtime, slot = self.runtime, self.runtime.slots[tenant_id]
         tenant.last_error = None
@@ -486,7 +507,7 @@ class Master(LowLevelVerbs):
         reader = self.runtime.shared.make_reader(slot, config, dataset, PassCounter())
         return reader, dataset_stats(dataset, config.dataset, slot.spec.schema)
 
-    def _start(self, tenant_id: str, work: _Workload, reader: DemonstrationReader | None, stats: Any) -> None:
+    def _start(self, tenant_id: str, work: Workload, reader: DemonstrationReader | None, stats: Any) -> None:
         """On the actor thread."""
         self.runtime.tenancy.start(tenant_id, work.config, reader, stats, work.resume, work.id)
         work.running = True
@@ -499,7 +520,7 @@ class Master(LowLevelVerbs):
             producer.join(JOIN_S)
         self._on_actor(lambda: self.runtime.tenancy.end(tenant_id))
 
-    def _outcome(self, slot: TenantSlot, work: _Workload, over: bool) -> dict[str, Any]:
+    def _outcome(self, slot: TenantSlot, work: Workload, over: bool) -> dict[str, Any]:
         ran = work.running or over
         result = {
             "jobs": slot.jobs_completed if ran else 0,
@@ -544,7 +565,7 @@ class Master(LowLevelVerbs):
     def _rest(self, tenant_id: str, paused: bool) -> None:
         self.runtime.members[tenant_id].paused = paused
 
-    def _active(self, tenant_id: str) -> _Workload:
+    def _active(self, tenant_id: str) -> Workload:
         work = self._tenant(tenant_id).workload
         if work is None:
             raise Conflict(f"tenant {tenant_id}: no workload is active")
@@ -602,7 +623,7 @@ class Master(LowLevelVerbs):
             thread.start()
 
     def _evaluation(
-        self, tenant_id: str, tenant: _Tenant, request: Mapping[str, Any], *also: str
+        self, tenant_id: str, tenant: TenantRecord, request: Mapping[str, Any], *also: str
     ) -> tuple[EnvironmentConfig, dict[str, int]]:
         """Where, and ``episodes``, ``first_seed``, ``num_envs``; everything checked. ``also``: keys of the caller."""
         keys = ("environment", "episodes", "first_seed", "num_envs", "policy_version", *also)
@@ -621,7 +642,7 @@ class Master(LowLevelVerbs):
             numbers["num_envs"] = asked["num_envs"]
         return self._environment(tenant_id, tenant, request.get("environment"), numbers["num_envs"]), numbers
 
-    def _environment(self, tenant_id: str, tenant: _Tenant, asked: Any, num_envs: int) -> EnvironmentConfig:
+    def _environment(self, tenant_id: str, tenant: TenantRecord, asked: Any, num_envs: int) -> EnvironmentConfig:
         """An environment that a request names, or that of the tenant's (last) workload."""
         work = tenant.workload
         config = self.runtime.slots[tenant_id].spec.config if work is None else work.config
@@ -676,17 +697,10 @@ class Master(LowLevelVerbs):
         assert path is not None
         return path
 
-    def latest_payload(self, tenant_id: str) -> Path | None:
-        """The newest payload in the run folder, also of a tenant that has not been restored yet."""
-        folders = list_payloads(self._payload_folder(tenant_id))
-        return self._payload_folder(tenant_id) if folders else None
-
     def payloads(self, tenant_id: str) -> list[dict[str, Any]]:
-        """The payloads on disk, oldest first."""
-        self._tenant(tenant_id)
+        """The payloads whose manifest can be read, oldest first; also of a tenant that could not be restored."""
         found = []
-        for path in list_payloads(self._payload_folder(tenant_id)):
-            manifest = read_manifest(path)
+        for path, manifest in self._manifests(tenant_id):
             files = sorted(str(f.relative_to(path)) for f in path.rglob("*") if f.is_file())
             entry = {key: manifest[key] for key in ("policy_version", "created", "task", "tensors_digest")}
             size = sum((path / name).stat().st_size for name in files)
@@ -694,18 +708,31 @@ class Master(LowLevelVerbs):
         return found
 
     def payload_path(self, tenant_id: str, version: int) -> Path:
-        """The newest payload folder of a policy version.
+        """The newest intact payload folder of a policy version; also of a tenant that could not be restored.
 
         Raises:
-            NotFound: it is not on disk (``trainer.keep_payloads`` versions are kept).
+            NotFound: it is not on disk (``trainer.keep_payloads`` versions are kept), or damaged.
         """
-        self._tenant(tenant_id)
+        found = [path for path, manifest in self._manifests(tenant_id) if manifest["policy_version"] == version]
+        for path in reversed(found):
+            if is_intact(path):
+                return path
         folders = list_payloads(self._payload_folder(tenant_id))
-        found = [path for path in folders if read_manifest(path)["policy_version"] == version]
-        if not found:
-            there = ", ".join(path.name for path in folders) or "none"
-            raise NotFound(f"tenant {tenant_id}: no payload of version {version}; there are: {there}")
-        return found[-1]
+        there = ", ".join(path.name for path in folders if path not in found and is_intact(path)) or "none"
+        what = "the payload of version {} is damaged" if found else "no payload of version {}"
+        raise NotFound(f"tenant {tenant_id}: {what.format(version)}; intact are: {there}")
+
+    def _manifests(self, tenant_id: str) -> list[tuple[Path, dict[str, Any]]]:
+        """Payload folders with what they say about themselves, oldest first; without those that cannot be read."""
+        if not self._payload_folder(tenant_id).is_dir():
+            self._tenant(tenant_id)
+        found = []
+        for path in list_payloads(self._payload_folder(tenant_id)):
+            try:
+                found.append((path, read_manifest(path)))
+            except PayloadError as error:
+                log.warning("tenant %s: %s", tenant_id, error)
+        return found
 
     def _payload_folder(self, tenant_id: str) -> Path:
         return self.config.run_dir / "tenants" / tenant_id
@@ -790,7 +817,7 @@ class Master(LowLevelVerbs):
         return to_arrays(out)
 
     @contextmanager
-    def _session(self, tenant_id: str, tenant: _Tenant) -> Iterator[TenantPolicyClient]:
+    def _session(self, tenant_id: str, tenant: TenantRecord) -> Iterator[TenantPolicyClient]:
         """A session of the inference queue for one call: kept, so that the queue learns who comes back."""
         with self._lock:
             client = tenant.clients.pop() if tenant.clients else None
@@ -857,7 +884,7 @@ class Master(LowLevelVerbs):
 
     # ------------------------------------------------------------------------------------------------ helpers
 
-    def _tenant(self, tenant_id: str) -> _Tenant:
+    def _tenant(self, tenant_id: str) -> TenantRecord:
         tenant = self._tenants.get(tenant_id)
         if tenant is None or tenant.leaving.is_set():
             raise NotFound(f"tenant {tenant_id}: unknown")

@@ -16,12 +16,13 @@ import json
 import logging
 import math
 import secrets
+import sqlite3
 import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -41,6 +42,7 @@ from nexus_lightning.services.errors import (
     QuotaExceeded,
     SessionLost,
     future_error_to_json,
+    storage_error,
 )
 from nexus_lightning.services.futures import Futures, Outcome, Request
 from nexus_lightning.services.store import ENDED, Store
@@ -78,13 +80,12 @@ class Service:
 
     Args:
         master: trains; its loop is run by somebody else.
-        folder: of the store, ``<run>/services``.
+        store: of the folder ``<run>/services``, opened before the master was made; closed by :meth:`close`.
         limits: per owner.
     """
 
-    def __init__(self, master: Master, folder: Path, limits: LimitsConfig) -> None:
-        self.master, self.limits = master, limits
-        self.store = Store(folder)
+    def __init__(self, master: Master, store: Store, limits: LimitsConfig) -> None:
+        self.master, self.store, self.limits = master, store, limits
         self.accounts = Accounts(self.store, limits.requests_per_s)
         self.futures = Futures(
             self.store,
@@ -96,6 +97,9 @@ class Service:
         self.started_s = time.time()
         self._lock = threading.RLock()
         self._tenants: dict[str, dict[str, Any]] = {}
+        self._deleting: set[str] = set()
+        self._owner_names: dict[str, str] = {}
+        self._stopped_by: dict[str, str] = {}  # future of a workload -> the operator who has cancelled it
         self._creating: Counter[str] = Counter()
         self._create_locks: dict[str, threading.Lock] = {}
         self._direct: Counter[str] = Counter()
@@ -114,7 +118,8 @@ class Service:
         """Bring tenants and requests back; the master must be ready. Until it returns every call is "not ready"."""
         for row in self.store.tenants():
             if row["state"] == "creating":  # killed in the middle: nobody was told its id
-                self.store.drop_tenant(row["tenant_id"])
+                with suppress(sqlite3.OperationalError):  # a full disk; the next start tries again
+                    self.store.drop_tenant(row["tenant_id"])
             elif row["state"] == "deleting":
                 self._delete_rest(row)
             else:
@@ -133,14 +138,15 @@ class Service:
     def _restore(self, row: dict[str, Any]) -> None:
         tenant_id, lost = row["tenant_id"], None
         try:
-            restored = self.master.restore_tenant(tenant_id, row["spec"])
-            self.store.set_tenant(tenant_id, "active", {**restored, "at_s": time.time()})
+            restored = {**self.master.restore_tenant(tenant_id, row["spec"]), "at_s": time.time()}
         except Exception as error:  # this tenant is lost, the others are not
             log.exception("restoring tenant %s", tenant_id)
             lost = future_error_to_json(error)
-            self.store.set_tenant(tenant_id, "lost", {"error": lost, "at_s": time.time()})
-        self._tenants[tenant_id] = next(r for r in self.store.tenants() if r["tenant_id"] == tenant_id)
-        restored = self._tenants[tenant_id]["restored"]
+            restored = {"error": lost, "at_s": time.time()}
+        state = "active" if lost is None else "lost"
+        with suppress(sqlite3.OperationalError):  # a full disk: what it says is of this start alone
+            self.store.set_tenant(tenant_id, state, restored)
+        self._tenants[tenant_id] = {**row, "state": state, "restored": restored}
         paused = self.store.paused()
         specs = {w["workload_id"]: w["spec"] for w in self.store.workloads(tenant_id)} if lost is None else {}
         for pending in self.futures.open_tenant(tenant_id, row["owner_id"]):
@@ -204,26 +210,44 @@ class Service:
         if wait([probe], PROBE_WAIT_S).not_done:
             if time.monotonic() - self._probed_s > READY_S:
                 raise NotReady("the training loop does not answer", retry_after_s=5.0)
-        elif (error := probe.exception()) is not None:
+        elif (error := probe.exception()) is not None and storage_error(error) is None:
             raise NotReady(f"not ready: {type(error).__name__}", retry_after_s=5.0) from error
+        if alarms := self.alarms():  # without names: anybody may ask
+            text = f"{len(alarms)} writes to the disk fail; the operator's overview says which"
+            raise NotReady(text, retry_after_s=5.0)
+
+    def alarms(self) -> list[str]:
+        """Writes to the disk that fail now, a line each; they are tried again."""
+        found = self.master.alarms()
+        if self.store.problem is not None:
+            found.append(f"{self.store.path.name}: {self.store.problem}")
+        if self.futures.unsaved:
+            found.append(f"ends of {self.futures.unsaved} requests")
+        return found
 
     def _round_trip(self) -> None:
         self.master.ping(timeout_s=READY_S)
-        self.store.check()
         self._probed_s = time.monotonic()
+        self.store.check()
 
     # ---------------------------------------------------------------------------------------------------------- tenants
 
-    def _owned(self, account: Account, tenant_id: str, read_only: bool = False) -> dict[str, Any]:
+    def _owned(self, account: Account, tenant_id: str, operator: bool = False) -> dict[str, Any]:
+        """``operator``: one may do this with any account's tenant."""
         row = self._tenants.get(tenant_id)
-        if row is None or not (row["owner_id"] == account.owner_id or account.operator):
+        if row is None or row["state"] == "deleting" or not self._may_see(account, row):
             raise NotFound(f"tenant {tenant_id}: unknown")
-        if row["owner_id"] != account.owner_id and not read_only:
-            raise Forbidden(f"tenant {tenant_id}: an operator looks at other accounts' tenants and changes nothing")
+        if row["owner_id"] != account.owner_id and not operator:
+            raise Forbidden(
+                f"tenant {tenant_id}: another account's: an operator looks at it, stops its workloads and deletes it"
+            )
         return row
 
-    def _active(self, account: Account, tenant_id: str) -> dict[str, Any]:
-        row = self._owned(account, tenant_id)
+    def _may_see(self, account: Account, row: dict[str, Any]) -> bool:
+        return account.operator or row["owner_id"] == account.owner_id
+
+    def _active(self, account: Account, tenant_id: str, operator: bool = False) -> dict[str, Any]:
+        row = self._owned(account, tenant_id, operator)
         if row["state"] != "active":
             raise Conflict(f"tenant {tenant_id}: state {row['state']}: delete it and create it again")
         return row
@@ -246,47 +270,90 @@ class Service:
             mine = [row for row in self._tenants.values() if row["owner_id"] == account.owner_id]
             for row in mine:
                 if row["name"] == name:
+                    if row["state"] == "deleting":
+                        raise Conflict(f"tenant {name!r}: its deletion was cut off: delete {row['tenant_id']} again")
                     if row["spec"] != spec:
                         raise Conflict(f"tenant {name!r} exists with another spec: delete it or choose another name")
                     return False, self.describe(account, row["tenant_id"])
             if len(mine) >= self.limits.max_tenants_per_owner:
                 raise QuotaExceeded(f"this account has {len(mine)} tenants, which is its limit: delete one")
+            for row in self.store.tenants():  # of an earlier call whose row could not be dropped again
+                if (row["owner_id"], row["name"], row["state"]) == (account.owner_id, name, "creating"):
+                    self.store.drop_tenant(row["tenant_id"])
             tenant_id = "t" + secrets.token_hex(16)
             self.store.add_tenant(tenant_id, account.owner_id, name, spec)
             try:
                 self.master.create_tenant(tenant_id, spec)
-                self.store.set_tenant(tenant_id, "active")
+                try:
+                    self.store.set_tenant(tenant_id, "active")
+                except BaseException:
+                    self.master.delete_tenant(tenant_id)
+                    raise
             except BaseException:
-                self.store.drop_tenant(tenant_id)
+                with suppress(sqlite3.OperationalError):  # what has failed is raised
+                    self.store.drop_tenant(tenant_id)
                 raise
             self.futures.open_tenant(tenant_id, account.owner_id)
             self._tenants[tenant_id] = next(r for r in self.store.tenants() if r["tenant_id"] == tenant_id)
-        self.store.audit(account.owner_id, "create_tenant", tenant_id, "ok")
+        self._audit(account, "create_tenant", tenant_id, "ok")
         return True, self.describe(account, tenant_id)
 
     def list_tenants(self, account: Account) -> list[dict[str, Any]]:
         """The caller's own; all of them for an operator."""
-        rows = [row for row in list(self._tenants.values()) if account.operator or row["owner_id"] == account.owner_id]
-        return [self.describe(account, row["tenant_id"]) for row in rows]
+        rows = [row for row in list(self._tenants.values()) if self._may_see(account, row)]
+        found = []
+        for row in rows:
+            with suppress(NotFound):  # it has just left
+                found.append(self.describe(account, row["tenant_id"]))
+        return found
 
     def describe(self, account: Account, tenant_id: str) -> dict[str, Any]:
-        row = self._owned(account, tenant_id, read_only=True)
+        """``owner`` (a name) is there for operators."""
+        row = self._owned(account, tenant_id, operator=True)
         found = self.master.describe(tenant_id) if row["state"] == "active" else {"state": row["state"]}
         known = {key: row[key] for key in ("tenant_id", "name", "spec", "created_s", "restored")}
+        if account.operator:
+            known["owner"] = self._owner(row)
         return {**found, **known, "next_seq": self.futures.next_seq(tenant_id)}
 
+    def _owner(self, row: dict[str, Any]) -> str:
+        """The name of a tenant's owner; names do not change."""
+        if row["owner_id"] not in self._owner_names:
+            self._owner_names = {owner["owner_id"]: owner["name"] for owner in self.store.owners()}
+        return self._owner_names[row["owner_id"]]
+
     def delete_tenant(self, account: Account, tenant_id: str) -> None:
-        row = self._owned(account, tenant_id)
+        """By its owner or an operator. Nobody sees it any more; a deletion that a full disk cuts off goes on with the
+        next call, or at the next start."""
         with self._lock:
-            if self._tenants.pop(tenant_id, None) is None:
+            row = self._tenants.get(tenant_id)
+            if row is None or tenant_id in self._deleting or not self._may_see(account, row):
                 raise NotFound(f"tenant {tenant_id}: unknown")
-        self.store.set_tenant(tenant_id, "deleting")
-        if row["state"] == "active":
-            self.master.delete_tenant(tenant_id)
-        self.futures.close_tenant(tenant_id)
-        self.store.drop_tenant(tenant_id)
+            self._deleting.add(tenant_id)
+        try:
+            self.store.set_tenant(tenant_id, "deleting")
+            row["state"] = "deleting"
+            with suppress(NotFound):  # lost, or gone with an earlier call
+                self.master.delete_tenant(tenant_id)
+            self.futures.close_tenant(tenant_id)
+            self.store.drop_tenant(tenant_id)
+            with self._lock:
+                del self._tenants[tenant_id]
+        finally:
+            self._deleting.discard(tenant_id)
         self.on_delete(tenant_id)
-        self.store.audit(account.owner_id, "delete_tenant", tenant_id, "ok")
+        self._audit(account, "delete_tenant", tenant_id, self._of(account, row))
+
+    def _audit(self, account: Account, action: str, target: str, outcome: str) -> None:
+        """A line about what has been done; on a full disk it is in the log alone: it is done all the same."""
+        try:
+            self.store.audit(account.owner_id, action, target, outcome)
+        except sqlite3.OperationalError as error:
+            log.error("audit: %s %s by %s: %s (not stored: %s)", action, target, account.name, outcome, error)
+
+    def _of(self, account: Account, row: dict[str, Any]) -> str:
+        """Outcome of something done to a tenant: whose it is, if another account did it."""
+        return "ok" if row["owner_id"] == account.owner_id else f"ok, of {self._owner(row)}"
 
     # -------------------------------------------------------------------------------------------------------- workloads
 
@@ -328,7 +395,9 @@ class Service:
             elif self.stopping:
                 pass  # stopped with the server: the next start goes on with it
             elif status == "cancelled":
-                self.futures.fail(future_id, FutureCancelled("cancelled", category="user", reason="cancelled"))
+                by = self._stopped_by.pop(future_id, None)
+                text = "cancelled" if by is None else f"cancelled by {by}"
+                self.futures.fail(future_id, FutureCancelled(text, category="user", reason="cancelled"))
             else:
                 error = outcome["error"]
                 if not isinstance(error, BaseException | dict):
@@ -338,7 +407,7 @@ class Service:
         return end
 
     def workloads(self, account: Account, tenant_id: str) -> list[dict[str, Any]]:
-        self._owned(account, tenant_id, read_only=True)
+        self._owned(account, tenant_id, operator=True)
         return self.store.workloads(tenant_id)
 
     def workload(self, account: Account, tenant_id: str, workload_id: str) -> dict[str, Any]:
@@ -348,12 +417,16 @@ class Service:
         raise NotFound(f"workload {workload_id}: unknown")
 
     def control_workload(self, account: Account, tenant_id: str, workload_id: str, action: str) -> dict[str, Any]:
-        """``action``: pause | resume | cancel. A workload that has ended stays as it is."""
-        self._active(account, tenant_id)
+        """``action``: pause | resume | cancel, by owner or operator. A workload that has ended stays as it is."""
+        tenant = self._active(account, tenant_id, operator=True)
+        foreign = tenant["owner_id"] != account.owner_id
         row = self.workload(account, tenant_id, workload_id)
         if row["status"] not in ENDED:
             if action == "cancel":
-                self.futures.cancel(account.owner_id, row["future_id"])
+                by = f"the operator {account.name}" if foreign else "its owner"
+                if foreign:
+                    self._stopped_by[row["future_id"]] = by
+                self.futures.cancel(tenant["owner_id"], row["future_id"], by)
             elif row["status"] == "pending":
                 raise Conflict(f"workload {workload_id}: has not started: cancel it instead")
             else:
@@ -362,6 +435,8 @@ class Service:
                 self.store.set_paused(workload_id, action == "pause")
         elif action != "cancel":
             raise Conflict(f"workload {workload_id}: has ended: {row['status']}")
+        if foreign:
+            self._audit(account, f"{action}_workload", workload_id, self._of(account, tenant))
         return self.workload(account, tenant_id, workload_id)
 
     # ------------------------------------------------------------------------------------------------ ordered requests
@@ -445,17 +520,17 @@ class Service:
             return Message({}, dict(self.master.queue_get(tenant_id, request)))
 
     def payloads(self, account: Account, tenant_id: str) -> list[dict[str, Any]]:
-        self._owned(account, tenant_id, read_only=True)
+        self._owned(account, tenant_id, operator=True)
         return self.master.payloads(tenant_id)
 
     def payload(self, account: Account, tenant_id: str, version: int) -> Path:
-        """The folder of a version; weights are the owner's alone."""
-        self._active(account, tenant_id)
+        """The folder of a version, also of a tenant that is lost; weights are the owner's alone."""
+        self._owned(account, tenant_id)
         return self.master.payload_path(tenant_id, version)
 
     def metrics(self, account: Account, tenant_id: str, after: int, timeout_s: float = 0.0) -> list[dict[str, Any]]:
         """Metrics with an id above ``after``; waits for some."""
-        self._owned(account, tenant_id, read_only=True)
+        self._owned(account, tenant_id, operator=True)
         if timeout_s > 0:
             return self.master.wait_metrics(tenant_id, after, timeout_s)
         return self.master.metrics(tenant_id, after)
@@ -512,7 +587,7 @@ class Service:
         require_operator(account)
         token = self.accounts.create(owner, role)
         token_id = token.split("_")[1]
-        self.store.audit(account.owner_id, "create_token", token_id, f"{role} {owner}")
+        self._audit(account, "create_token", token_id, f"{role} {owner}")
         return {"token_id": token_id, "owner": owner, "role": role, "token": token}
 
     def tokens(self, account: Account) -> list[dict[str, Any]]:
@@ -526,7 +601,7 @@ class Service:
     def revoke_token(self, account: Account, token_id: str) -> None:
         require_operator(account)
         self.accounts.revoke(token_id)
-        self.store.audit(account.owner_id, "revoke_token", token_id, "ok")
+        self._audit(account, "revoke_token", token_id, "ok")
 
     def audit(self, account: Account, after: int) -> list[dict[str, Any]]:
         require_operator(account)
@@ -536,10 +611,7 @@ class Service:
         """What the page shows: the master's statistics, every tenant with its owner, accounts."""
         require_operator(account)
         owners = {row["owner_id"]: row for row in self.store.owners()}
-        tenants = [
-            {**self.describe(account, tenant_id), "owner": owners[row["owner_id"]]["name"]}
-            for tenant_id, row in list(self._tenants.items())
-        ]
+        tenants = self.list_tenants(account)
         accounts = [
             {
                 "owner": row["name"],
@@ -555,6 +627,7 @@ class Service:
             "tenants": tenants,
             "accounts": accounts,
             "sessions": sum(session.open for session in self._sessions.values()),
+            "alarms": self.alarms(),
         }
 
 

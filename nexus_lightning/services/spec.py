@@ -83,7 +83,7 @@ class LimitsConfig:
     max_tenants: int = 64  # of all owners
     max_tenants_per_owner: int = 16
     max_memory_gb: float | None = None  # heads, optimizers and served copies together; null: what is free at the start
-    max_priority: int = 1
+    max_priority: int = 0
     max_weight: float = 4.0
     max_body_mb: float = 64.0
     max_in_flight: int = 64  # unfinished futures of an owner

@@ -2,7 +2,7 @@
 
 ::
 
-    <run>/services/
+    <run>/services/              mode 0700
         services.sqlite          the tables below, write-ahead log
         results/<future_id>      body of a result that carries arrays, written before its row says "completed"
         operator_token           mode 0600, written at the first start
@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import os
 import sqlite3
 import threading
@@ -23,6 +24,8 @@ import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
+
+log = logging.getLogger(__name__)
 
 FORMAT = 1
 #: How long another process may take to let go of the file.
@@ -97,9 +100,14 @@ class Store:
         self.folder = Path(folder)
         self.results = self.folder / "results"
         self.results.mkdir(parents=True, exist_ok=True)
-        path = self.folder / "services.sqlite"
+        self.folder.chmod(0o700)
+        path = self.path = self.folder / "services.sqlite"
         self._lock = threading.RLock()
+        #: Why the last write failed; None: it did not.
+        self.problem: str | None = None
         try:
+            os.close(os.open(path, os.O_RDWR | os.O_CREAT, 0o600))
+            path.chmod(0o600)  # SQLite gives its write-ahead log the same mode
             self._db = sqlite3.connect(path, timeout=LOCK_TIMEOUT_S, isolation_level=None, check_same_thread=False)
             self._db.row_factory = sqlite3.Row
             self._db.execute("PRAGMA locking_mode = EXCLUSIVE")
@@ -112,7 +120,6 @@ class Store:
             self._db.executescript("BEGIN IMMEDIATE;" + _TABLES + f"PRAGMA user_version = {FORMAT}; COMMIT;")
         except sqlite3.Error as error:
             raise StoreError(f"{path}: {error} (does another server use this run folder?)") from error
-        os.chmod(path, 0o600)
 
     def close(self) -> None:
         """Twice does nothing."""
@@ -120,13 +127,8 @@ class Store:
             self._db.close()
 
     def check(self) -> None:
-        """One write that is rolled back: raises ``sqlite3.Error`` when the disk is full or the file is damaged."""
-        with self._lock:
-            self._db.execute("BEGIN IMMEDIATE")
-            try:
-                self._db.execute("INSERT INTO audit VALUES (NULL, 0, NULL, 'check', '', '')")
-            finally:
-                self._db.execute("ROLLBACK")
+        """One write that changes nothing: raises ``sqlite3.Error`` when the disk is full or the file is damaged."""
+        self._write(f"PRAGMA user_version = {FORMAT}", ())
 
     # ------------------------------------------------------------------------------------------------------ accounts
 
@@ -341,13 +343,21 @@ class Store:
     @contextlib.contextmanager
     def _transaction(self) -> Iterator[sqlite3.Connection]:
         with self._lock:
-            self._db.execute("BEGIN IMMEDIATE")
             try:
+                self._db.execute("BEGIN IMMEDIATE")
                 yield self._db
-            except BaseException:
-                self._db.execute("ROLLBACK")
+                self._db.execute("COMMIT")
+            except BaseException as error:
+                if self._db.in_transaction:  # SQLite itself undoes what met a full disk, not always
+                    self._db.execute("ROLLBACK")
+                if isinstance(error, sqlite3.OperationalError):
+                    if self.problem is None:
+                        log.error("%s cannot be written: %s", self.path, error)
+                    self.problem = str(error)
                 raise
-            self._db.execute("COMMIT")
+            if self.problem is not None:
+                log.warning("%s is written again", self.path)
+            self.problem = None
 
     def _write(self, sql: str, values: tuple[Any, ...]) -> None:
         with self._transaction() as db:

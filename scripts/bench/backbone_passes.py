@@ -40,7 +40,7 @@ from nexus_lightning import trainer
 from nexus_lightning.backbone import Backbone
 from nexus_lightning.config import NexusConfig, compose_config, dataset_root, schema_of
 from nexus_lightning.monitoring.banner import text_table
-from nexus_lightning.objectives import PolicyGradientObjective
+from nexus_lightning.objectives.policy_gradient import PolicyGradient
 from nexus_lightning.producers.demonstrations import open_dataset
 from nexus_lightning.run.runtime import Runtime
 from scripts.bench.common import ROOT, load_backbone, parser, prepare, report
@@ -126,7 +126,7 @@ def run(config: NexusConfig, tenant: str, mode: str, backbone: Backbone, device:
             runtimes.append(self)
 
     # False: as SFT, whose minibatches are encoded one by one; with reuse there is nothing left to encode
-    per_minibatch = patch.object(PolicyGradientObjective, "encode_whole_job", mode != "serial")
+    per_minibatch = patch.object(PolicyGradient, "encode_whole_job", mode != "serial")
     start_s = time.perf_counter()
     with patch.object(trainer, "Runtime", Kept), per_minibatch, counting(backbone) as rows, _silence():
         summary = trainer.train(config, backbone)

@@ -32,7 +32,7 @@ from nexus_lightning.checks import random_observation
 from nexus_lightning.config import ConfigError, DatasetConfig, SchemaConfig, TenantConfig
 from nexus_lightning.memory import keep_freed_memory
 from nexus_lightning.monitoring.banner import text_table
-from nexus_lightning.objectives import SFTObjective
+from nexus_lightning.objectives.sft import SFT
 from nexus_lightning.schema import NormalizationStats, TenantSchema
 from nexus_lightning.tenant import TenantSlot, TenantSpec, build_slot, derive_seed
 
@@ -156,7 +156,7 @@ def build_tenant(
     steps: int,
     settings: Mapping[str, Any] | None = None,
     state_stats: NormalizationStats | None = None,
-) -> tuple[TenantSlot, SFTObjective]:
+) -> tuple[TenantSlot, SFT]:
     """A supervised tenant as a run builds it: head, normaliser, fused AdamW and schedule on the backbone's device.
 
     Args:
@@ -181,7 +181,7 @@ def build_tenant(
     slot.head.to(backbone.device).train()
     slot.normalizer.to(backbone.device)
     slot.build_optimizer()
-    return slot, SFTObjective(slot.head, slot.normalizer, batch_size)
+    return slot, SFT(slot.head, slot.normalizer, SFT.configure(), batch_size)
 
 
 def _plain(value: Any) -> Any:

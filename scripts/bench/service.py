@@ -126,6 +126,7 @@ def _serving(options: argparse.Namespace, folder: Path) -> Iterator[tuple[Any, s
     from nexus_lightning.services.master import Master
     from nexus_lightning.services.service import Service
     from nexus_lightning.services.spec import register_serve_config, to_serve_config
+    from nexus_lightning.services.store import Store
 
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     register_serve_config()
@@ -140,8 +141,9 @@ def _serving(options: argparse.Namespace, folder: Path) -> Iterator[tuple[Any, s
     ]
     with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
         config = to_serve_config(compose("serve", overrides=settings))
+    store = Store(config.run_dir / "services")
     master = Master(config, load_backbone(options.backbone, options.device, options.dtype))
-    service = Service(master, config.run_dir / "services", config.limits)
+    service = Service(master, store, config.limits)
     raised: list[BaseException] = []
 
     def run() -> None:

@@ -20,6 +20,8 @@ import torch
 from models.heads.mlp import ChunkMLPHead
 from nexus_lightning.checkpoint import read_payload, resolve_payload
 from nexus_lightning.config import dataset_root
+from nexus_lightning.objectives.grpo import GRPO
+from nexus_lightning.objectives.iql import IQL
 from nexus_lightning.ranks import Ranks
 from nexus_lightning.run.runtime import Runtime
 from nexus_lightning.run.schedule import Schedule
@@ -106,8 +108,9 @@ def grpo(folder: Path, *placement: str) -> dict:
 
     def change(config: Any) -> None:
         tenant = config.tenants["toy"]
-        tenant.algorithm.name, tenant.algorithm.group_size = "grpo", 2
-        tenant.algorithm.log_prob_level, tenant.algorithm.minibatch_size = "action", 10
+        tenant.algorithm = GRPO.configure(
+            chunks_per_job=12, epochs=4, minibatch_size=10, group_size=2, log_prob_level="action"
+        )
         tenant.environment.simulator["reward"] = "tracking"
         tenant.features.reuse = "never"
 
@@ -134,7 +137,7 @@ def iql(folder: Path, *placement: str) -> dict:
 
     def change(config: Any) -> None:
         tenant = config.tenants["toy_offline"]
-        tenant.algorithm.name, tenant.algorithm.value_warmup_jobs = "iql", 100
+        tenant.algorithm = IQL.configure(gamma=0.95, value_warmup_jobs=100)
         tenant.dataset.batch_size = 15
 
     return run(folder, "+tenants=[toy_offline]", "run_name=iql", *placement, change=change)

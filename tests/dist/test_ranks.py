@@ -145,8 +145,9 @@ def test_checkpoints_move_between_world_sizes_and_placements(folder, alone, ddp,
     counters and random state are those of 1 rank throughout."""
     stages = [alone["begun"], ddp[0]["resumed"], fsdp2[0]["resumed"], fsdp2[0]["back"]]
     assert len({stage["summary"]["run_dir"] for stage in stages}) == 1, "one run folder"
-    jobs = [sum(t["jobs_completed"] for t in stage["summary"]["tenants"].values()) for stage in stages]
-    assert jobs == [2, 4, 6, 7]
+    tenants = [stage["summary"]["tenants"] for stage in stages]
+    assert [t["quarantined"] for stage in tenants for t in stage.values()] == [None] * 8
+    assert [sum(t["jobs_completed"] for t in stage.values()) for stage in tenants] == [2, 4, 6, 7], tenants
     calls = [("rest", "resume", stages[0]["summary"]["run_dir"], None)]
     rest = run_ranks("dist.scenarios:several", 1, folder, *calls)[0]["rest"]
     for tenant in ("toy", "toy_sft"):

@@ -15,10 +15,11 @@ class Served:
         from nexus_lightning.services.app import make_app
         from nexus_lightning.services.service import Service
         from nexus_lightning.services.spec import LimitsConfig
+        from nexus_lightning.services.store import Store
 
         self.master = FakeMaster(folder)
         limits = {"requests_per_s": 1e6, "max_body_mb": 1.0, "max_sessions": 16, **limits}
-        self.service = Service(self.master, folder / "services", LimitsConfig(**limits))
+        self.service = Service(self.master, Store(folder / "services"), LimitsConfig(**limits))
         self.app = make_app(self.service)
         self.service.start()
         self.tokens = {}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import sqlite3
 import tarfile
 import time
 
@@ -15,6 +16,7 @@ from nexus_lightning.services.codec import MSGPACK, SAFETENSORS, Message, decode
 from nexus_lightning.services.errors import InvalidRequest, NexusError, NotFound, NotReady, error_from_json
 
 SPEC = {"name": "arm", "schema": TOY_SCHEMA, "head": {"name": "mlp"}}
+SFT = {"task": "sft", "dataset": {"name": "toy"}, "target_jobs": 4}
 BATCH = {"observation/state": np.zeros((2, 4), np.float32), "action": np.ones((2, 2, 2), np.float32)}
 
 
@@ -264,9 +266,165 @@ def test_accounts_over_http(served):
     tenant = create(served.alice)
     seen = served.root.get("/v1/operator/overview").json()
     assert [(t["tenant_id"], t["owner"]) for t in seen["tenants"]] == [(tenant, "alice")]
-    assert served.root.delete(f"/v1/tenants/{tenant}").status_code == 403, "an operator looks and changes nothing"
+    for path, body in ((f"/v1/tenants/{tenant}/workloads", SFT), (f"/v1/tenants/{tenant}/training/save", {})):
+        assert served.root.post(path, json=body).status_code == 403, "an operator does not train what others own"
     for path in ("/v1/operator/overview", "/v1/operator/tokens", "/v1/operator/audit", "/metrics"):
         assert served.alice.get(path).status_code == 403 and served.nobody.get(path).status_code == 401
+
+
+def test_an_operator_pauses_cancels_and_deletes_what_others_own_and_the_audit_log_tells(served):
+    tenant = create(served.alice)
+    path = f"/v1/tenants/{tenant}/workloads"
+    ticket = served.alice.post(path, json=SFT).json()
+    one, mine = f"{path}/{ticket['workload_id']}", served.master.tenants[tenant]
+    while mine["workload"] is None:
+        time.sleep(0.01)
+    for action in ("pause", "resume", "cancel"):
+        foreign = served.bob.post(f"{one}/{action}")
+        unknown = served.bob.post(f"{one}/{action}".replace(tenant, "t" + "0" * 32))
+        assert foreign.status_code == unknown.status_code == 404
+        assert foreign.json()["error"]["message"].replace(tenant, "t" + "0" * 32) == unknown.json()["error"]["message"]
+    assert served.bob.delete(f"/v1/tenants/{tenant}").status_code == 404 and mine["workload"] is not None
+    assert served.root.post(one + "/pause").status_code == 200 and mine["paused"]
+    assert served.root.post(one + "/resume").status_code == 200 and not mine["paused"]
+    assert served.root.post(one + "/cancel").json()["status"] == "cancelled" and mine["workload"] is None
+    error = served.alice.get(f"/v1/futures/{ticket['future_id']}").json()["error"]
+    assert (error["type"], error["message"]) == ("cancelled", "cancelled by the operator root"), (
+        "its owner sees by whom"
+    )
+    waits = served.alice.post(path, json=SFT, headers={"Nexus-Seq": "9"}).json()  # has not started
+    assert served.root.post(f"{path}/{waits['workload_id']}/cancel").json()["status"] == "cancelled"
+    error = served.alice.get(f"/v1/futures/{waits['future_id']}").json()["error"]
+    assert error["message"] == "cancelled by the operator root"
+    assert served.root.delete(f"/v1/tenants/{tenant}").status_code == 204
+    assert served.alice.get(f"/v1/tenants/{tenant}").status_code == 404 and not served.master.tenants
+    own = create(served.root)
+    assert served.root.delete(f"/v1/tenants/{own}").status_code == 204
+    rows = [(r["action"], r["target"], r["outcome"]) for r in served.root.get("/v1/operator/audit").json()["audit"]]
+    assert rows == [
+        ("create_tenant", tenant, "ok"),
+        *((f"{a}_workload", ticket["workload_id"], "ok, of alice") for a in ("pause", "resume", "cancel")),
+        ("cancel_workload", waits["workload_id"], "ok, of alice"),
+        ("delete_tenant", tenant, "ok, of alice"),
+        ("create_tenant", own, "ok"),
+        ("delete_tenant", own, "ok"),
+    ]
+
+
+class FullDisk:
+    """A SQLite connection whose commits fail as on a full disk while ``full``."""
+
+    def __init__(self, db) -> None:
+        self.db, self.full = db, True
+
+    def __getattr__(self, name):
+        return getattr(self.db, name)
+
+    def execute(self, sql, *values):
+        if sql == "COMMIT" and self.full:
+            raise sqlite3.OperationalError("database or disk is full")
+        return self.db.execute(sql, *values)
+
+
+def test_a_full_disk_is_told_as_507_and_everything_goes_on_when_there_is_room(served):
+    tenant, doomed = create(served.alice), create(served.alice, "doomed")
+    done = served.alice.post(f"/v1/tenants/{tenant}/training/save").json()
+    result_path = f"/v1/futures/{done['future_id']}"
+    while served.service.futures.in_flight(served.service.store.owners()[1]["owner_id"]):
+        time.sleep(0.01)
+    disk = served.service.store._db = FullDisk(served.service.store._db)
+    calls = [
+        ("POST", "/v1/tenants", {**SPEC, "name": "more"}),
+        ("POST", f"/v1/tenants/{tenant}/workloads", SFT),
+        ("POST", f"/v1/tenants/{tenant}/training/save", {}),
+        ("DELETE", f"/v1/tenants/{doomed}", None),
+    ]
+    for method, path, body in calls:
+        answer = served.alice.request(method, path, json=body)
+        error = answer.json()["error"]
+        assert (answer.status_code, error["type"], error["retryable"]) == (507, "storage_full", True), answer.text
+        assert answer.headers["retry-after"] == "5"
+        assert "database" not in error["message"], "what the disk said is the operator's"
+    assert [t["name"] for t in served.alice.get("/v1/tenants").json()["tenants"]] == ["arm", "doomed"]
+    assert served.alice.get(result_path).json()["status"] == "completed", "what is there can be read"
+    ready = served.nobody.get("/readyz")
+    assert ready.status_code == 503 and "1 writes to the disk fail" in ready.json()["error"]["message"]
+    overview = served.root.get("/v1/operator/overview").json()
+    assert overview["alarms"] == ["services.sqlite: database or disk is full"]
+    assert b"nexus_alarms 1.0" in served.root.get("/metrics").content
+    assert served.nobody.get("/healthz").status_code == 200
+    state = {"observation/state": np.zeros((3, 4), np.float32)}
+    predicted = send(served.alice, f"/v1/tenants/{tenant}/inference/predict", {"instructions": ["x"] * 3}, state)
+    assert predicted.status_code == 200, "it needs no disk"
+
+    disk.full = False
+    for (method, path, body), status in zip(calls, (201, 202, 202, 204), strict=True):
+        assert served.alice.request(method, path, json=body).status_code == status
+    time.sleep(1.1)  # one probe a second
+    assert served.nobody.get("/readyz").status_code == 200
+    assert served.root.get("/v1/operator/overview").json()["alarms"] == []
+    served.master.alarm_lines = ["payload of tenant t1: No space left on device"]
+    assert served.nobody.get("/readyz").status_code == 503, "told at once"
+    assert served.root.get("/v1/operator/overview").json()["alarms"] == served.master.alarm_lines
+
+
+def test_a_server_starts_on_a_full_disk_and_loses_nobody(serve, monkeypatch):
+    served = serve()
+    tenant = create(served.alice)
+    ticket = served.alice.post(f"/v1/tenants/{tenant}/workloads", json=SFT).json()
+    served.alice.post(f"/v1/tenants/{tenant}/training/save", headers={"Nexus-Seq": "5"})
+    while served.service.store.request(ticket["future_id"])["status"] != "running":
+        time.sleep(0.01)
+    served.close()
+
+    def full(*args, **kwargs):
+        raise sqlite3.OperationalError("database or disk is full")
+
+    for name in ("set_tenant", "drop_tenant", "end", "start"):
+        monkeypatch.setattr(f"nexus_lightning.services.store.Store.{name}", full)
+    again = serve()
+    described = again.service.describe(again.service.accounts.authenticate(_bearer(again, "alice")), tenant)
+    assert described["restored"]["policy_version"] == 7 and described["state"] == "idle"
+    assert again.service.futures.unsaved == 1, "that the save was cut off is told once there is room"
+
+
+def _bearer(served, name):
+    return f"Bearer {served.tokens[name]}"
+
+
+@pytest.mark.parametrize("step", ["set_tenant", "drop_tenant"])
+def test_a_deletion_that_a_full_disk_cuts_off_goes_on_with_the_next_call(served, monkeypatch, step):
+    tenant, real = create(served.alice), getattr(served.service.store, step)
+
+    def full(*args):
+        raise sqlite3.OperationalError("database or disk is full")
+
+    monkeypatch.setattr(served.service.store, step, full)
+    assert served.alice.delete(f"/v1/tenants/{tenant}").status_code == 507
+    seen = served.alice.get(f"/v1/tenants/{tenant}").status_code
+    assert seen == (200 if step == "set_tenant" else 404), "all of it or nothing, for whoever looks"
+    if step == "drop_tenant":
+        refused = served.alice.post("/v1/tenants", json=SPEC)
+        assert refused.status_code == 409 and f"delete {tenant} again" in refused.text
+        assert served.bob.delete(f"/v1/tenants/{tenant}").status_code == 404
+    monkeypatch.setattr(served.service.store, step, real)
+    assert served.alice.delete(f"/v1/tenants/{tenant}").status_code == 204
+    assert served.alice.delete(f"/v1/tenants/{tenant}").status_code == 404 and not served.master.tenants
+    create(served.alice)
+
+
+def test_a_creation_that_a_full_disk_cuts_off_leaves_nothing_and_can_be_made_again(served, monkeypatch):
+    def full(*args):
+        raise sqlite3.OperationalError("database or disk is full")
+
+    for names in (["set_tenant"], ["set_tenant", "drop_tenant"]):
+        with monkeypatch.context() as patch:
+            for name in names:
+                patch.setattr(served.service.store, name, full)
+            assert served.alice.post("/v1/tenants", json=SPEC).status_code == 507
+        assert not served.master.tenants and served.alice.get("/v1/tenants").json() == {"tenants": []}
+    create(served.alice)
+    assert len(served.service.store.tenants()) == 1
 
 
 def test_prometheus_counts_per_tenant_and_forgets_deleted_ones(served):

@@ -179,7 +179,7 @@ def test_metrics_and_their_stream(server, client, tenant):
     client.faults.plan = ["refused", httpx.Response(503, json=NotReady("starting").to_json())]
     assert next(tenant.stream_metrics(after=3))["id"] == 4
     with pytest.raises(NotFound):
-        next(client.create_tenant("gone", SCHEMA, "mlp").__class__(tenant._transport, "t0", "x").stream_metrics())
+        next(client.create_tenant("gone", SCHEMA, "mlp").__class__(tenant.transport, "t0", "x").stream_metrics())
 
 
 def test_the_operators_verbs(server):
@@ -194,6 +194,45 @@ def test_the_operators_verbs(server):
     assert "stats" in root.overview()
     with pytest.raises(Forbidden):
         alice.overview()
+
+
+def test_an_operator_stops_and_deletes_what_others_own_by_name_or_id(server, capsys, monkeypatch):
+    """As a library, then from a shell."""
+    root, alice, bob = (server.client(name) for name in ("root", "alice", "bob"))
+    theirs = alice.create_tenant("shared-name", SCHEMA, "mlp")
+    also = bob.create_tenant("shared-name", SCHEMA, "mlp")
+    only = bob.create_tenant("of-bob", SCHEMA, "mlp")
+    with pytest.raises(Conflict, match=rf"several accounts.*{theirs.tenant_id} \(of alice\)"):
+        root.tenant("shared-name")
+    works = {tenant: tenant.train("sft", dataset="toy", target_jobs=4) for tenant in (theirs, only)}
+    for work in works.values():
+        while work.status()["status"] != "running":
+            pass
+    seen, master = root.tenant(theirs.tenant_id), server.served.master.tenants
+    seen.pause()
+    assert master[theirs.tenant_id]["paused"]
+    seen.resume()
+    assert not master[theirs.tenant_id]["paused"]
+    seen.workload().cancel()
+    with pytest.raises(FutureCancelled, match="cancelled by the operator root"):
+        works[theirs].result()
+    seen.delete()
+    with pytest.raises(NotFound):
+        theirs.describe()
+
+    monkeypatch.setenv("NEXUS_URL", server.url)
+    monkeypatch.setenv("NEXUS_TOKEN", server.served.tokens["root"])
+    for verb in ("pause", "resume", "cancel"):
+        assert main([verb, "of-bob"]) == 0, capsys.readouterr().err
+    with pytest.raises(FutureCancelled, match="cancelled by the operator root"):
+        works[only].result()
+    assert main(["delete", "of-bob"]) == 0
+    done = [verb for verb, tenant_id, *_ in server.served.master.calls if tenant_id == only.tenant_id]
+    assert done == ["submit", "pause", "resume", "cancel", "delete"]
+    assert main(["list"]) == 0
+    listed = capsys.readouterr().out.splitlines()[-2:]
+    assert listed[0].split()[:2] == ["name", "owner"] and listed[1].split()[:2] == ["shared-name", "bob"]
+    also.delete()
 
 
 # ---- futures ----

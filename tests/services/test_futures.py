@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import random
+import sqlite3
 import threading
 import time
 
@@ -336,3 +338,87 @@ def test_a_restart_goes_on_with_workloads_and_ends_the_rest_as_retryable(tmp_pat
         assert ran == [2, 5] and log.done == [3]
     finally:
         log.close()
+
+
+class FullDisk:
+    """In the place of a function of the store: fails ``times`` times as on a full disk, then is itself again."""
+
+    def __init__(self, monkeypatch, store, name, times, error=None) -> None:
+        self.left, self.real = times, getattr(store, name)
+        self.error = error or sqlite3.OperationalError("database or disk is full")
+        monkeypatch.setattr(store, name, self)
+
+    def __call__(self, *args, **kwargs):
+        if self.left > 0:
+            self.left -= 1
+            raise self.error
+        return self.real(*args, **kwargs)
+
+
+@pytest.mark.parametrize("name", ["end", "write_result"])
+def test_an_end_that_cannot_be_written_is_tried_again_and_the_future_ends_once(
+    tmp_path, monkeypatch, caplog, name, data=b"arrays"
+):
+    monkeypatch.setattr("nexus_lightning.services.futures.FIRST_RETRY_S", 100.0)
+    log = Log(tmp_path)
+    ends, error = [], OSError(errno.ENOSPC, "No space left on device") if name == "write_result" else None
+    log.futures.on_end = lambda request, status, seconds: ends.append((request.seq, status))
+    full = FullDisk(monkeypatch, log.store, name, 1, error)
+
+    def train(request):
+        log.done.append(request.seq)
+        return Outcome({"policy_version": request.seq}, data if request.seq == 1 else None)
+
+    try:
+        first = log.accept(1, train, body_bytes=7)
+        while log.futures.unsaved == 0:
+            time.sleep(0.01)
+        assert log.ended(log.accept(2, train))["result"] == {"policy_version": 2}, "the next number goes on"
+        start = time.monotonic()
+        [shown] = asyncio.run(log.futures.wait("oa", [first], 0.2))
+        assert (shown["status"], shown["queue_state"]) == ("running", "saving_result")
+        assert time.monotonic() - start >= 0.2, "a long poll waits for it"
+        assert log.futures.cancel("oa", first)["status"] == "running", "its end is decided"
+        assert log.accept(1, train) == first and log.futures.in_flight("oa") == 1 and ends == [(2, "completed")]
+        full.left = 1
+        log.advance(101)  # fails once more, and waits twice as long
+        while log.futures._unsaved[first].end.tries < 2:
+            time.sleep(0.01)
+        log.advance(201)
+        shown = log.ended(first)
+        assert (shown["status"], shown["result"], shown["error"]) == ("completed", {"policy_version": 1}, None)
+        assert log.futures.read_data("oa", first) == data
+        assert ends == [(2, "completed"), (1, "completed")] and log.done == [1, 2]
+        assert log.futures.in_flight("oa") == log.futures.unsaved == 0 and log.futures._bytes["oa"] == len(data)
+        said = [r.getMessage() for r in caplog.records if first in r.getMessage() and r.levelname == "ERROR"]
+        assert len(said) == 1 and "tried again" in said[0], "once, not at every try"
+    finally:
+        log.close()
+    log = Log(tmp_path)
+    assert log.left["a"] == [], "nothing to be executed again"
+    log.close()
+
+
+def test_an_end_that_waits_for_the_disk_is_written_at_the_close_or_goes_with_its_tenant(tmp_path, monkeypatch):
+    monkeypatch.setattr("nexus_lightning.services.futures.FIRST_RETRY_S", 100.0)
+    log = Log(tmp_path)
+    full = FullDisk(monkeypatch, log.store, "end", 3)
+    one, two = log.accept(1), log.accept(1, tenant="tb")
+    cancelled = log.accept(5)
+    while log.futures.unsaved < 2:
+        time.sleep(0.01)
+    shown = log.futures.cancel("oa", cancelled)
+    assert (shown["status"], shown["queue_state"]) == ("pending", "saving_result")
+    for seq in (2, 3, 4):
+        log.ended(log.accept(seq))
+    log.futures.close_tenant("tb")
+    assert log.futures.unsaved == 2 and log.futures.in_flight("ob") == 0
+    with pytest.raises(NotFound):
+        log.futures.show("ob", two)
+    assert full.left == 0
+    log.close()
+    log = Log(tmp_path)
+    assert log.futures.show("oa", one)["result"] == {"seq": 1} and log.done == []
+    assert log.futures.show("oa", cancelled)["status"] == "cancelled"
+    assert log.left["a"] == []
+    log.close()

@@ -86,7 +86,7 @@ def sft_batch(rows: int = 3, seed: int = 0) -> dict[str, np.ndarray]:
         ({"schema": {"state_dim": 4, "action_dim": 2, "chunk": 2, "execute": 2, "colour": 1}}, "colour"),
         ({"schema": {"state_dim": 4, "action_dim": 2, "chunk": 10**6, "execute": 2}}, "at most 512"),
         ({"schema": {"prompt": "${oc.env:HOME} {instruction}"}}, "without ${...}"),
-        ({"priority": 99}, "from -100 to 1"),
+        ({"priority": 1}, "from -100 to 0"),  # above the others it would take every job
         ({"head": {"name": "mlp", "num_layers": 1.5}}, "an integer"),
         ({"head": {"name": "mlp", "activation": "magic"}}, "choose one of silu, tanh"),
         ({"owner": "root"}, "unknown key"),
@@ -105,7 +105,7 @@ def test_a_spec_names_entries_and_sets_allowed_keys_and_nothing_else(compiler, c
         ({"dataset": None}, "needs a dataset"),
         ({"task": "teleoperate"}, "choose one of"),
         ({"target_jobs": None}, "is required"),
-        ({"algorithm": {"name": "ppo"}}, "task sft has none"),
+        ({"algorithm": {"name": "ppo"}}, "algorithm=PPO: trains task rl; set workload.task=rl"),
         ({"eval": {"episodes": 10**6}}, "at most 1000"),
         ({"environment": {"name": "maniskill", "task": ["PushCube-v1"]}}, "choose one of PushCube-v1"),
         ({"environment": {"name": "toy", "num_envs": 500}}, "at most 32"),
@@ -295,7 +295,7 @@ def test_what_is_wrong_with_a_low_level_call_is_that_calls_error(shared):
         shared.train_batch("mine", {**sft_batch(), "action": np.zeros((3, 2, 7), np.float32)}, instructions=texts)
     with pytest.raises(InvalidRequest, match="camera mismatch"):
         shared.forward_backward("mine", {"observation/state": np.zeros((3, 4), np.float32)}, instructions=texts)
-    with pytest.raises(InvalidRequest, match="choose one of sft"):
+    with pytest.raises(InvalidRequest, match="choose one of awr, grpo, ppo, reinforce, sft"):
         shared.forward_backward("mine", sft_batch(), instructions=texts, loss="magic")
     with pytest.raises(Conflict, match="no gradients"):
         shared.optim_step("mine")

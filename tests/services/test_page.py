@@ -116,6 +116,12 @@ def test_it_is_live(page, server):
     assert "starting" in page.inner_text("#status") and page.is_visible("#tenants")
     server.master.ready = True
     page.locator("#dot.ok").wait_for()
+    assert page.is_hidden("#alarms")
+    server.master.alarm_lines = ["payload of tenant t1: <b>No space left</b>"]
+    page.wait_for_selector("#alarms:not([hidden])")
+    assert "t1: <b>No space left</b>" in page.inner_text("#alarms") and page.locator("#dot.bad").count() == 1
+    server.master.alarm_lines = []
+    page.wait_for_selector("#alarms", state="hidden")
 
 
 def test_names_and_errors_of_tenants_are_text(page, server):

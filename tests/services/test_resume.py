@@ -46,7 +46,7 @@ def test_a_killed_workload_goes_on_from_its_last_payload_and_ends_with_the_same_
     assert child.exitcode == -signal.SIGKILL
     work, end = {**toy_sft(), "workload_id": "w1"}, Ending()
     with running(config, instantiate(config.backbone)) as master:
-        assert master.restore_tenant("t", toy_spec(), master.latest_payload("t")) == {
+        assert master.restore_tenant("t", toy_spec(), config.run_dir / "tenants" / "t") == {
             "policy_version": 2,
             "optimizer_steps": 8,
         }

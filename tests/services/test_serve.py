@@ -375,7 +375,7 @@ def test_bad_input_is_the_callers_error_on_the_real_master_too(people):
             {"schema": {**SCHEMA, "chunk": 10**6}},
             {"schema": {**SCHEMA, "cameras": ["../x"]}},
             {"schema": {**SCHEMA, "cameras": "camera"}},
-            {"schema": {**SCHEMA, "state_dim": 0}},
+            {"schema": {**SCHEMA, "state_dim": -1}},
             {"schema": {**SCHEMA, "image_size": -1}},
             {"schema": {**SCHEMA, "prompt": "{0.__class__}"}},
             {"schema": {**SCHEMA, "prompt": "${oc.env:HOME}"}},

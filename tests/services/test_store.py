@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sqlite3
 import subprocess
 import sys
@@ -39,7 +38,22 @@ def test_only_one_server_per_folder_and_only_its_own_format(store, tmp_path, mon
 
 
 def test_files_are_private(store, tmp_path):
-    assert os.stat(tmp_path / "services.sqlite").st_mode & 0o077 == 0
+    for path in (tmp_path, *tmp_path.glob("services.sqlite*")):
+        assert path.stat().st_mode & 0o077 == 0, path
+    assert (tmp_path / "services.sqlite-wal").exists()
+
+
+def test_a_transaction_that_meets_a_full_disk_is_undone_and_the_next_one_goes_on(store):
+    """SQLite's own limit of pages gives the error of a full disk."""
+    pages = store._db.execute("PRAGMA page_count").fetchone()[0]
+    store._db.execute(f"PRAGMA max_page_count = {pages}")
+    for _ in range(2):
+        with pytest.raises(sqlite3.OperationalError, match="full"):
+            store.add_tenant("t2", "o1", "second", {"text": "x" * 100_000})
+    assert "full" in store.problem and [t["tenant_id"] for t in store.tenants()] == ["t1"]
+    store._db.execute("PRAGMA max_page_count = 100000")
+    store.add_tenant("t2", "o1", "second", {"text": "x" * 100_000})
+    assert store.problem is None and len(store.tenants()) == 2
 
 
 def test_a_number_is_used_once_and_an_end_is_final(store):
@@ -87,8 +101,10 @@ def test_audit_keeps_the_newest_rows(store, monkeypatch):
 
 
 def test_check_writes_nothing(store):
+    before = (store.folder / "services.sqlite-wal").stat().st_size
     store.check()
     assert store.audit_rows() == []
+    assert (store.folder / "services.sqlite-wal").stat().st_size > before, "the disk was asked"
 
 
 def test_kill_9_loses_nothing_that_was_returned(tmp_path):
