@@ -24,8 +24,9 @@ test: setup lint  ## lint, types, doctests and the tests (ARGS="-m 'not sim and 
 learning: setup  ## the slow tests, learning runs among them: many minutes
 	$(PYTHON) -m pytest tests -m slow $(ARGS)
 
-lint: setup  ## ruff and pyright
+lint: setup  ## ruff, pyright and the floors of imports
 	.venv/bin/ruff check .
+	.venv/bin/lint-imports
 	.venv/bin/pyright
 
 doctor: setup  ## what works on this machine, with the fix for what does not

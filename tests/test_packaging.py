@@ -108,3 +108,15 @@ def test_package_does_not_import_the_lab(tmp_path):
     shown = subprocess.run(ruff, cwd=tmp_path, capture_output=True, text=True)
     assert "nexus_lightning/probe.py:1:1: TID251 `envs` is banned" in shown.stdout
     assert "scripts/probe.py" not in shown.stdout
+
+
+def test_no_two_files_of_the_package_import_each_other():
+    """Nor do more of them in a circle; imports for types count."""
+    import grimp
+
+    graph = grimp.build_graph("nexus_lightning", exclude_type_checking_imports=False)
+    left = {module: graph.find_modules_directly_imported_by(module) for module in graph.modules}
+    while free := [module for module, imported in left.items() if not imported & left.keys()]:
+        for module in free:
+            del left[module]
+    assert left == {}, "these import each other"
