@@ -497,7 +497,10 @@ def composition_error(error: Exception, conf_dir: Path, overrides: Sequence[str]
     except (HydraException, OmegaConfBaseException):
         pass  # it cannot be read without Hydra either: its own words
     words = [
-        str(part).splitlines()[0].rstrip(":") for part in (error, error.__cause__) if part is not None and str(part)
+        # the first line may only say where: "In 'experiment/mine': ConfigKeyError raised while composing config:"
+        " ".join(str(part).splitlines()[: 2 if str(part).splitlines()[0].endswith(":") else 1]).rstrip(":")
+        for part in (error, error.__cause__)
+        if part is not None and str(part)
     ]
     return ConfigError([": ".join(words) or repr(error)])
 
@@ -955,6 +958,7 @@ def validate(config: NexusConfig) -> None:
         if other != name:
             problems.append(f"tenants.{name}: differs from tenants.{other} only in case; choose another name")
         problems += _tenant_problems(f"tenants.{name}", name, tenant, config, backbone)
+    problems += _not_finite({key: value for key, value in asdict(config).items() if key != "tenants"})
     problems += run_problems(config)
     problems += _lightning_problems(config)
     trainer = config.trainer
@@ -1045,6 +1049,16 @@ def _part_problems(key: str, node: Mapping[str, Any], base: type) -> list[str]:
     return problems + [f"{key}.{problem}" for problem in getattr(cls, "problems", lambda arguments: [])(arguments)]
 
 
+def _not_finite(value: Any, key: str = "") -> list[str]:
+    """NaN passes every comparison, and infinity most of them."""
+    if isinstance(value, Mapping):
+        return [p for k, v in value.items() for p in _not_finite(v, f"{key}.{k}" if key else str(k))]
+    if isinstance(value, list | tuple):
+        return [p for k, v in enumerate(value) for p in _not_finite(v, f"{key}[{k}]")]
+    bad = isinstance(value, float) and not math.isfinite(value)
+    return [f"{key}={value}: must be a finite number"] if bad else []
+
+
 def tenant_problems(key: str, name: str, tenant: TenantConfig, config: NexusConfig) -> list[str]:
     """What is wrong with one tenant that joins a run of ``config``, one line each, every key after ``key``.
 
@@ -1125,7 +1139,7 @@ def _ray_problems(config: NexusConfig, ray: RayConfig) -> list[str]:
 
 
 def _tenant_problems(key: str, name: str, tenant: TenantConfig, config: NexusConfig, backbone: Any) -> list[str]:
-    problems: list[str] = []
+    problems = _not_finite(asdict(tenant), key)
     if not TENANT_NAME.match(name):
         problems.append(f"{key}: name must start with a letter and hold only letters, digits, _ and - (64 at most)")
     if tenant.task not in TASKS and not (tenant.task == IDLE and name not in config.tenants):

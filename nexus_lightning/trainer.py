@@ -268,8 +268,14 @@ def _run_in(
     assert isinstance(backbone, Backbone)
     plan = settle(config, backbone, devices, ranks)
     asked, config = config, plan.settle(config)
-    if ranks.first:
-        (run_dir / "placement.json").write_text(json.dumps({**plan.to_dict(), "signature": plan.signature}, indent=2))
+
+    def write_settings() -> None:  # of a resumed run: once it has restored everything, until then they are the old ones
+        write_config(asked, run_dir)
+        placement = json.dumps({**plan.to_dict(), "signature": plan.signature}, indent=2)
+        write_atomically(run_dir / "placement.json", placement)
+
+    if ranks.first and ckpt_path is None:
+        write_settings()
     payloads = starting_payloads(config, backbone, ranks)
     admission = Admission(free_bytes(backbone.device))
     slots, datasets = build_slots(config, backbone, payloads, admission, without_data=failed)
@@ -290,7 +296,7 @@ def _run_in(
         runtime.tenancy.quarantine(name, reason, "")
     exit_code = 1
     try:
-        resumed = [ResumedConfig(lambda: write_config(asked, run_dir))] if ckpt_path is not None and ranks.first else []
+        resumed = [ResumedConfig(write_settings)] if ckpt_path is not None and ranks.first else []
         trainer = NexusTrainer(runtime, loggers, plan, callbacks=[*resumed, *callbacks], profiler=profiler)
         if ranks.first:
             print(_banner(config, runtime, backbone, slots, trainer, plan, ckpt_path), flush=True)

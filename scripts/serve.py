@@ -104,9 +104,10 @@ def serve(config: ServeConfig, address: socket.socket) -> int:
         server.should_exit = True
         http.join()
         service.close()
-    for tenant_id, owed in master.runtime.unsaved.items():
+    unsaved = master.runtime.tenancy.unsaved()
+    for tenant_id, owed in unsaved.items():
         print(f"error: tenant {tenant_id}: not saved: {owed.problem}", file=sys.stderr)
-    return int(failed.is_set() or bool(master.runtime.unsaved))
+    return int(failed.is_set() or bool(unsaved))
 
 
 def write_operator_token(service) -> None:

@@ -34,14 +34,15 @@ class Lease:
     renew: Callable[[], object] = lambda: None
 
 
-@dataclass
 class LeaseGroup:
     """What Lightning sees as one batch: a leased job, or several of different tenants that share backbone passes.
 
-    Opaque to Lightning on purpose: ``*-true`` precision would strip a bare TensorDict of its batch size.
+    Opaque to Lightning on purpose, no dataclass either: ``*-true`` precision would convert what is in it, and strip a
+    bare TensorDict of its batch size.
     """
 
-    leases: list[Lease]
+    def __init__(self, leases: list[Lease]) -> None:
+        self.leases = leases
 
     def to(self, device: torch.device, **kwargs: Any) -> LeaseGroup:
         moved = [None if lease.data is None else lease.data.to(device, **kwargs) for lease in self.leases]

@@ -154,7 +154,7 @@ def test_a_workload_goes_on_after_a_restart_on_a_full_disk(serve_config, monkeyp
         end = Ending()
         master.submit("a", work, resume=True, on_end=end)
         assert end.wait()["status"] == "completed" and end.value["result"]["jobs"] == 30
-        assert list(master.runtime.unsaved) == ["a"]
+        assert list(master.runtime.tenancy.unsaved()) == ["a"]
         disk.full = False
     assert checkpoint.read_payload(config.run_dir / "tenants" / "a").version == 30
 
