@@ -449,3 +449,22 @@ def test_bounds_of_every_kind():
     for text, each in bounds.items():
         assert each.problem(wrong.get(text, -1)) == text
     assert Bounds(above=0, most=1).problem(1) is None is Bounds(least=0).problem(0) is None
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        "tenants.toy.weight=nan",
+        "tenants.toy.head.lr=nan",
+        "tenants.toy.head.lr=inf",
+        "tenants.toy.algorithm.gamma=nan",
+        "queues.training.lease_deadline_s=nan",
+        "queues.inference.timeout_s=inf",
+        "feature_store.budget_gb=nan",
+    ],
+)
+def test_numbers_are_finite(compose, override):
+    """NaN passes every comparison."""
+    with pytest.raises(ConfigError) as error:
+        validate(compose("+tenants=[toy]", override))
+    assert any(problem.startswith(f"{override}: must be a finite number") for problem in error.value.problems)
