@@ -22,6 +22,7 @@ class DatasetConverter:
     """Dataset -> schema: actions to the internal convention, images to the schema's orientation.
 
     Example:
+        >>> import torch
         >>> from nexus_lightning.schema import TenantSchema
         >>> schema = TenantSchema(state_dim=4, action_dim=7, chunk=2, execute=2, gripper="close_positive")
         >>> converter = DatasetConverter(schema, DatasetConventions(gripper="open_one"))

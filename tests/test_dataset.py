@@ -343,7 +343,6 @@ PARTS = {
     "dataset.record": ("expert", "a.b", {"episodes": "3"}),
     "dataset.augmentation": ("views", 3, {}),
     "environment": ("num_envs", 5, {"simulator": "{_target_: envs.toy.ToySimulator}"}),
-    "algorithm": ("gamma", 0.5, {}),
 }
 
 
@@ -357,7 +356,7 @@ def test_no_such_node_is_forgotten():
 @pytest.mark.parametrize("plus", ["", "+", "++"])
 def test_a_node_that_is_null_can_be_set(compose, name, whole, plus):
     part, value, required = PARTS[name]
-    tenant = "toy_sft" if name == "algorithm" else "toy"  # where it is null
+    tenant = "toy"
     key = f"tenants.{tenant}.{name}"
     if name == "environment":  # null in no file
         plus = plus.replace("+", "++", 1)[:2]
