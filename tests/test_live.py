@@ -109,7 +109,7 @@ def test_orders_to_a_live_run(toy, monkeypatch):
         wrong = replace(guests["toy_sft"], weight=-1.0)
         with pytest.raises(ConfigError, match=r"tenants\.c\.weight=-1\.0"):
             order(run_dir, "join", "c", wrong)
-        with pytest.raises(ConfigError, match="'nobody' is not in this run; there are host, [ab]"):
+        with pytest.raises(ConfigError, match=r"'nobody' is not in this run; there are host, [ab]"):
             order(run_dir, "leave", "nobody")
         order(run_dir, "pause", "host")
         jobs = runtime.slots["host"].jobs_completed
