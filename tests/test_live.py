@@ -97,6 +97,7 @@ def test_orders_to_a_live_run(toy, monkeypatch):
         guests[name].dataset.root = None
     written, write = [], demonstrations._write
     monkeypatch.setattr(demonstrations, "_write", lambda *args: written.append(args[1]) or write(*args))
+
     def act(run_dir, runtime):
         assert stat.S_IMODE((run_dir / SOCKET).stat().st_mode) == 0o600
         free = runtime.shared.admission.free
